@@ -157,17 +157,22 @@ def test_a_session_remembers_its_recent_matches(between: int) -> None:
     for number in range(between):
         recent.add(join_keys(prompt(f"other {number}", 5)), AccessRecord(5, 0))
     known = between < MAX_RECENT_MATCHES
-    assert recent.access(KEYS[3:6], 3) == (AccessRecord(12, 3, 2) if known else AccessRecord(6, 3))
-    assert recent.access(KEYS[6:], 6) == (AccessRecord(12, 3, 2) if known else AccessRecord(12, 6))
-    assert recent.access(KEYS[3:6], 4) == AccessRecord(7, 4)
+    first = KEYS[2] if known else None
+    assert recent.access(KEYS[3:6], 3) == (
+        AccessRecord(12, 3, 2) if known else AccessRecord(6, 3),
+        (first, KEYS[3], KEYS[4]),
+    )
+    assert recent.access(KEYS[6:], 6)[0] == (AccessRecord(12, 3, 2) if known else AccessRecord(12, 6))
+    assert recent.access(KEYS[:2], 0)[1] == (None, KEYS[0])
+    assert recent.access(KEYS[3:6], 4) == (AccessRecord(7, 4), (None, KEYS[3], KEYS[4]))
 
 
 def test_a_store_of_independent_keys_in_any_order() -> None:
     """A store of independent keys finds its match in any order."""
     recent, record = RecentMatches(), AccessRecord(12, 3, 2)
     recent.add(join_keys(KEYS), record, independent=True)
-    assert recent.access([KEYS[6], KEYS[2]], 40) == record
-    assert recent.access(prompt("other", 2), 3) == AccessRecord(5, 3)
+    assert recent.access([KEYS[6], KEYS[2]], 40) == (record, (None, None))
+    assert recent.access(prompt("other", 2), 3)[0] == AccessRecord(5, 3)
 
 
 def test_a_record_at_its_bounds_can_be_sent_on() -> None:

@@ -125,11 +125,12 @@ class DirtyBudgetIgnored(SegmentStore):
         depth: int,
         now: float,
         hints: Hints = NO_HINTS,
+        parent: SegmentKey | None = None,
     ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, hints)
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, hints, parent)
         if result is not Code.WRITE_BUDGET:
             return result
-        result = super().reserve(tenant, slot_bytes, key, Kind.PRIMARY, depth, now, hints)
+        result = super().reserve(tenant, slot_bytes, key, Kind.PRIMARY, depth, now, hints, parent)
         if isinstance(result, Segment):
             self.become(result, kind, now)
         return result

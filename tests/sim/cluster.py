@@ -15,6 +15,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.location import parse_location
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, State
+from tokenlake.store.store import ORPHANED
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys
 
@@ -148,6 +149,8 @@ class Cluster(World):
         for node in self.nodes.values():
             if node.core is not None and cores:
                 node.core.check_integrity()
+                orphaned = node.core.counters.by_labels(ORPHANED)
+                assert not orphaned.get(("primary",)), f"{node.name}: parents left before their children: {orphaned}"
 
     # -- the end
 

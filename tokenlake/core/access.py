@@ -105,14 +105,17 @@ class RecentMatches:
             oldest, _, _ = self._matches.popleft()
             self._nbytes -= len(oldest)
 
-    def access(self, keys: Sequence[SegmentKey], first: int) -> AccessRecord:
+    def access(self, keys: Sequence[SegmentKey], first: int) -> tuple[AccessRecord, tuple[SegmentKey | None, ...]]:
         """Returns the access record of the request that stores `keys`, the first of which is segment `first` of its
-        prompt; a new record if no remembered match fits."""
+        prompt, a new record if no remembered match fits; and for each key the one before it in the prompt, None where
+        there is none or it is not known."""
         at = first * KEY_BYTES
         for known, access, independent in reversed(self._matches):
             if keys and (known[at : at + KEY_BYTES] == keys[0] or (independent and known.find(keys[0]) >= 0)):
-                return access
-        return AccessRecord(first + len(keys), first)
+                if independent:
+                    return access, (None,) * len(keys)
+                return access, (SegmentKey(known[at - KEY_BYTES : at]) if first else None, *keys[:-1])
+        return AccessRecord(first + len(keys), first), (None, *keys[:-1])
 
 
 class _Report(NamedTuple):

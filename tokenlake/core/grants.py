@@ -408,6 +408,9 @@ class Grants:
                     skipped = MissReason.SKIPPED, ""
                     unread = lease.trail.not_fetched(node) if lease.trail is not None and node is not None else skipped
                     account.lose(index, *unread)
+        if not account.independent:
+            before = max(0, start - 1)
+            self._context.store.link(lease.keys[before:stop], lease.segments[before:stop])
         lease.segments[start:stop] = [None] * (stop - start)
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)

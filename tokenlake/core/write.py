@@ -64,7 +64,8 @@ class Writes:
         session, store = process.session, self._context.store
         everything = split_keys(request.keys)
         keys = everything[:PIECE]
-        hints = with_access(request.hints, session.recent.access(everything, request.first))
+        access, parents = session.recent.access(everything, request.first)
+        hints = with_access(request.hints, access)
         write = Write(WriteId(self._context.next_id()), process.connection)
         room = self._grants.reserve_room(session)
         codes = bytearray()
@@ -78,7 +79,8 @@ class Writes:
             elif refusal is not None:
                 outcome = refusal
             else:
-                outcome = self._reserve(session, key, request.first + index, room - len(write.open), hints)
+                depth = request.first + index
+                outcome = self._reserve(session, key, depth, room - len(write.open), hints, parents[index])
             if isinstance(outcome, Segment):
                 write.open[index] = outcome
                 codes.append(Code.RESERVED)
@@ -109,13 +111,16 @@ class Writes:
         )
         self._context.emit(Answer(process.connection, reply))
 
-    def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints) -> Segment | Code:
+    def _reserve(
+        self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints, parent: SegmentKey | None
+    ) -> Segment | Code:
         store = self._context.store
         if room <= 0:
             if store.pool(session.tenant, session.slot_bytes) is not None:
                 return Code.SESSION_LIMIT
             return store.refusal(session.tenant, session.slot_bytes, Code.NO_REGION)
-        segment = store.reserve(session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, hints)
+        now = self._context.now
+        segment = store.reserve(session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, now, hints, parent)
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1
             segment.checksums = bytes(CHECKSUM_BYTES * session.shards)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from tokenlake.identity import SegmentKey
 from tokenlake.rate import Rate
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.retention import HIGH_SHARE, Retention
@@ -18,6 +19,14 @@ __all__ = ["Budgets", "SlotPool"]
 
 USE_HALF_LIFE_S = 5.0
 """Seconds after which a use counts half in the rate of uses: memory follows within some of them."""
+
+
+MAX_KEPT = 128
+"""Maximum number of segments that one search for a victim keeps for their children: each takes some 5 us."""
+MAX_PASSED = 1024
+"""Maximum number of segments that such a search then passes to find one without children."""
+MAX_CHILDREN = 64
+"""Maximum number of children of a segment among which the one that stays longest is looked for."""
 
 
 class Budgets(msgspec.Struct, frozen=True):
@@ -58,6 +67,8 @@ class SlotPool:
         """For each kind, the order in which its READY segments are evicted, without the segments that are excluded from
         it. Segments that were just written are in an order until their kind is decided, but are never evicted from
         it."""
+        self.children: dict[SegmentKey, dict[Segment, None]] = {}
+        """The primary copies that continue a prompt behind each key, whose segment may be here or not."""
         self.counts = [0] * len(Kind)
         """Number of RESERVED and READY segments of each kind."""
         self.quarantined = 0
@@ -111,19 +122,43 @@ class SlotPool:
     def victim(self, kind: Kind, now: float) -> Segment | None:
         """Returns the unpinned segment of `kind` to evict next, None if all are pinned. Pinned segments before it are
         in use: they count as accessed now, and leave the order until their last pin goes, so that no search passes over
-        the same segment twice."""
-        order = self.orders[kind]
+        the same segment twice. A primary copy stays as long as its last child here, which no match finds without
+        it."""
+        order, kept = self.orders[kind], 0
         while len(order):
             segment = order.victim(now)
-            if not segment.pins:
+            if segment.pins:
+                order.remove(segment, now, evicted=False)
+                segment.excluded, segment.touched = True, now
+            elif kind is not Kind.PRIMARY or segment.key not in self.children:
                 return segment
-            order.remove(segment, now, evicted=False)
-            segment.excluded, segment.touched = True, now
+            elif kept < MAX_KEPT and self._keep(segment, now):
+                kept += 1
+            else:
+                ends = (each for each in itertools.islice(order, MAX_PASSED) if each.key not in self.children)
+                return next((each for each in ends if not each.pins), segment)
         return None
+
+    def _keep(self, segment: Segment, now: float) -> bool:
+        """Let a primary copy stay as long as the one of its children that stays longest. Returns False if all are in
+        use, or the order has no other place for it."""
+        newest = itertools.islice(reversed(self.children[segment.key]), MAX_CHILDREN)
+        idle = [child for child in newest if not child.excluded]
+        return bool(idle) and self.retention.follow(
+            segment, max(idle, key=lambda child: self.retention.rank(child, now))
+        )
+
+    def link(self, segment: Segment, parent: SegmentKey) -> None:
+        """Set the parent of a segment, which has none yet."""
+        segment.parent = parent
+        if segment.kind is Kind.PRIMARY and segment.state is State.READY:
+            self.children.setdefault(parent, {})[segment] = None
 
     def enter(self, segment: Segment, now: float) -> None:
         """Add a READY segment to the order of its kind."""
         self.orders[segment.kind].insert(segment, now)
+        if segment.parent is not None and segment.kind is Kind.PRIMARY:
+            self.children.setdefault(segment.parent, {})[segment] = None
 
     def leave(self, segment: Segment, now: float, evicted: bool = False) -> None:
         """Take a segment out of the order of its kind, also one that is excluded from it. `evicted`: it left for want
@@ -132,6 +167,11 @@ class SlotPool:
             segment.excluded = False
         else:
             self.orders[segment.kind].remove(segment, now, evicted)
+        if segment.parent is not None and segment.kind is Kind.PRIMARY:
+            siblings = self.children[segment.parent]
+            del siblings[segment]
+            if not siblings:
+                del self.children[segment.parent]
 
     def readmit(self, segment: Segment) -> None:
         """Put an excluded segment back in order: its last pin went, or it was touched."""
@@ -150,5 +190,10 @@ class SlotPool:
             ready = [s for s in of_kind if s.state is State.READY]
             assert set(self.orders[kind]) == {s for s in ready if not s.excluded}
             assert all(s.pins for s in ready if s.excluded)
+        children = [child for each in self.children.values() for child in each]
+        primary = {s for s in segments if s.kind is Kind.PRIMARY and s.state is State.READY and s.parent is not None}
+        assert set(children) == primary
+        assert len(children) == len(primary)
+        assert all(self.children.values())
         assert all(s.pins > 0 for s in quarantined)
         assert all(s.pins >= 0 for s in segments)

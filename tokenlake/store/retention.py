@@ -34,6 +34,7 @@ HIGH_S = 3600.0
 MAX_PASSED = 64
 """Maximum number of segments whose deadline is handled in one call; the next call handles further ones."""
 _LOW, _NORMAL, _HIGH, _EXPIRED = 0, 1, 2, 3
+_LEAVES_FIRST = (_EXPIRED, _LOW, _NORMAL, _HIGH)
 
 
 class Deadlines:
@@ -126,6 +127,16 @@ class Retention(EvictionPolicy):
             self._tiers[self._tier.get(segment, _NORMAL)].hints_changed(segment, now)
             self._schedule(segment, now)
 
+    def follow(self, segment: Segment, child: Segment) -> bool:
+        """Move `segment` to the tier of `child`, and there behind it; see `EvictionPolicy`."""
+        tier, touched = self._tier.get(child, _NORMAL), segment.touched
+        moves = tier != self._tier.get(segment, _NORMAL)
+        if moves:
+            self._leave_tier(segment, tier)
+        moves |= self._tiers[tier].follow(segment, child)
+        segment.touched = touched
+        return moves
+
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """Take `segment` out of the order of its tier and cancel its deadline; see `EvictionPolicy`."""
         self._tiers[self._tier.pop(segment, _NORMAL)].remove(segment, now, evicted)
@@ -135,7 +146,7 @@ class Retention(EvictionPolicy):
         """Returns the segment to evict next: one whose time to live has passed, else one of low priority, else one of
         normal, else one of high priority. See `EvictionPolicy`."""
         self._pass_time(now)
-        for tier in (_EXPIRED, _LOW, _NORMAL):
+        for tier in _LEAVES_FIRST[:3]:
             if len(self._tiers[tier]):
                 return self._tiers[tier].victim(now)
         return self._tiers[_HIGH].victim(now)
@@ -149,6 +160,12 @@ class Retention(EvictionPolicy):
         """Returns the name of the rule (time to live, or low priority) by which `segment` would be evicted; empty if
         the other policy decides."""
         return {_EXPIRED: "time to live", _LOW: "low priority"}.get(self._tier.get(segment, _NORMAL), "")
+
+    def rank(self, segment: Segment, now: float) -> tuple[int, float, float]:
+        """Returns a rank by which primary copies in order can be compared: those of a lower rank leave first."""
+        tier = self._tier.get(segment, _NORMAL)
+        value = self._policy.retention_value(segment, now) if tier == _NORMAL else 0.0
+        return _LEAVES_FIRST.index(tier), value, segment.touched
 
     def retention_value(self, segment: Segment, now: float) -> float:
         """Returns the value of keeping `segment`: that of the other policy for normal priority, that of a new segment
@@ -180,7 +197,7 @@ class Retention(EvictionPolicy):
         return sum(map(len, self._tiers))
 
     def __iter__(self) -> Iterator[Segment]:
-        return itertools.chain.from_iterable(self._tiers[tier] for tier in (_EXPIRED, _LOW, _NORMAL, _HIGH))
+        return itertools.chain.from_iterable(self._tiers[tier] for tier in _LEAVES_FIRST)
 
     @property
     def odds(self) -> Odds | None:

@@ -58,7 +58,8 @@ class PolicyState:
 class Segment:
     """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state` and `pins`; the store and the core change
     `hints` and `checksums`; the pool and its orders of eviction change `excluded`, `touched` and `policy_state`; the
-    core changes `missing_shards`, `source` and `asked`; the disk tier changes `disk`. All other fields stay."""
+    core changes `missing_shards`, `source` and `asked`; the disk tier changes `disk`; the store sets `parent` once. All
+    other fields stay."""
 
     __slots__ = (
         "asked",
@@ -71,6 +72,7 @@ class Segment:
         "kind",
         "missing_shards",
         "packed",
+        "parent",
         "pins",
         "place",
         "policy_state",
@@ -94,6 +96,8 @@ class Segment:
         self.state = State.RESERVED
         self.depth = depth
         """Index of the segment in its prompt."""
+        self.parent: SegmentKey | None = None
+        """Key of the segment before it in its prompt; None for the first one, and where it is not known yet."""
         self.pins = 0
         """Number of leases, writes, sends, receives and matches that use the slot, which must stay as it is
         meanwhile."""

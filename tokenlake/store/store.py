@@ -42,6 +42,13 @@ NOT_ADMITTED = Metric(
     "Segments that became no primary copy, because the next victim had a higher retention value",
 )
 EVICTED = Metric("tokenlake_evicted_segments_total", "Segments evicted for want of memory, cached copies included")
+ORPHANED = Metric(
+    "tokenlake_orphaned_segments_total",
+    "Primary copies that lost the segment before them in their prompt to an eviction: no match finds them until it is "
+    "stored again. `rule`: `primary` and `cached` by the order of eviction of such copies, `in_use` where engines read "
+    "what continues it, `reclaimed` where its memory got another size of segments or another tenant",
+    "rule",
+)
 QUARANTINED = Metric(
     "tokenlake_quarantined_segments_total", "Segments that left the index while a process could still use the slot"
 )
@@ -224,6 +231,7 @@ class SegmentStore:
         depth: int,
         now: float,
         hints: Hints = NO_HINTS,
+        parent: SegmentKey | None = None,
     ) -> Segment | Code:
         """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
         the reason of the refusal.
@@ -264,6 +272,7 @@ class SegmentStore:
         segment = Segment(pool.id, key, self._slots.next_generation(*pool.free.pop()), kind, depth, now)
         segment.pins = 1
         segment.hints = hints
+        segment.parent = parent
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
         self._slots.put(segment)
@@ -378,6 +387,15 @@ class SegmentStore:
             if segment.excluded:
                 pool.readmit(segment)
             pool.orders[segment.kind].touch(segment, now)
+
+    def link(self, keys: Sequence[SegmentKey], segments: Sequence[Segment | None]) -> None:
+        """Note which segment each one of a prompt continues. `segments`: those of `keys`, which follow each other; None
+        where this node has none."""
+        before: SegmentKey | None = None
+        for key, segment in zip(keys, segments, strict=False):
+            if segment is not None and segment.parent is None and before is not None and segment.state is not _GONE:
+                self._pools[segment.pool].link(segment, before)
+            before = key
 
     def hint(self, segments: Sequence[Segment], hints: Hints, now: float) -> None:
         """Apply hints that came after the match to READY segments of one prompt; no access."""
@@ -585,6 +603,11 @@ class SegmentStore:
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         """Evict a segment for want of memory, and log why. `rule`: the reason, if it is not the order of eviction."""
         self._counters.add(EVICTED)
+        children = self._pools[segment.pool].children.get(segment.key, ()) if segment.disk < 0 else ()
+        if children:
+            in_use = any(child.pins for child in children)
+            why = "reclaimed" if rule == RECLAIMED_RULE else "in_use" if in_use else segment.kind.name.lower()
+            self._counters.add_for(ORPHANED, len(children), why)
         self.evictions[segment.pool] = self.evictions.get(segment.pool, 0) + 1
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE

@@ -240,7 +240,9 @@ class NodeStores:
 
     def _reserve(self, node: int, segment: int, kind: Kind, depth: int, hints: Hints, now: float) -> Segment | None:
         store = self._stores[node]
-        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[segment], kind, depth, now, hints)
+        before = self._parents[segment]
+        parent = self._keys[before] if before >= 0 else None
+        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[segment], kind, depth, now, hints, parent)
         store.reissued.clear()
         for gone in store.evicted:
             if gone.kind is Kind.PRIMARY:

@@ -33,6 +33,13 @@ class Timed(EvictionPolicy):
         self._policy.touch(segment, now)
         self.taken_ns += perf_counter_ns() - began
 
+    def follow(self, segment: Segment, child: Segment) -> bool:
+        """Let the wrapped policy keep `segment` as long as `child`, and measure the time; see `EvictionPolicy`."""
+        began = perf_counter_ns()
+        moved = self._policy.follow(segment, child)
+        self.taken_ns += perf_counter_ns() - began
+        return moved
+
     def hints_changed(self, segment: Segment, now: float) -> None:
         """Tell the wrapped policy that the hints of `segment` have changed, and measure the time; see
         `EvictionPolicy`."""

@@ -60,8 +60,14 @@ class Ownership:
             return
         store, now = self._context.store, self._context.now
         # The policy is asked from the beginning of the prompt on, so that the first segments are admitted if not all
-        # are.
-        kinds = [_PRIMARY if store.admits_primary(segment, now) else _CACHED for segment in segments]
+        # are, and none behind one that is not.
+        kinds: list[Kind] = []
+        refused: set[SegmentKey] = set()
+        for segment in segments:
+            admitted = segment.parent not in refused and store.admits_primary(segment, now)
+            kinds.append(_PRIMARY if admitted else _CACHED)
+            if not admitted:
+                refused.add(segment.key)
         # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
         for segment, kind in reversed(list(zip(segments, kinds, strict=True))):
             store.become(segment, kind, now)

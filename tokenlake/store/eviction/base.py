@@ -54,6 +54,11 @@ class EvictionPolicy(ABC):
         """Yields the segments approximately in the order in which they would be evicted, as of the last call that
         passed `now`."""
 
+    def follow(self, segment: Segment, child: Segment) -> bool:
+        """Let `segment` stay as long as `child`, which continues its prompt: a request that uses the child uses it too.
+        Both are in order. This counts as no access. Returns False if its place in the order stays the same."""
+        return False
+
     def hints_changed(self, segment: Segment, now: float) -> None:  # noqa: B027  most policies ignore hints
         """Take note that the hints of `segment`, which this order contains, have changed. This counts as no access."""
 

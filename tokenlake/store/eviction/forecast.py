@@ -83,6 +83,19 @@ class Forecast(EvictionPolicy):
             self._count_access(record, now)
         self._enter(segment, record)
 
+    def follow(self, segment: Segment, child: Segment) -> bool:
+        """Move `segment` to the cohort of `child`, in which the deeper one leaves first; see `EvictionPolicy`."""
+        cohort = self._record(child).cohort
+        record = self._record(segment)
+        if cohort is None or cohort is record.cohort:
+            return False
+        self._leave(segment)
+        self._leave_cohort(record)
+        cohort.unused += 1
+        record.cohort = cohort
+        self._enter(segment, record, again=True)
+        return True
+
     def hints_changed(self, segment: Segment, now: float) -> None:
         """Move `segment` to a new cohort when its hints change, because the request that sent the hints used the
         segment until now; see `EvictionPolicy`."""

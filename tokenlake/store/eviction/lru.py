@@ -27,6 +27,11 @@ class LeastRecentlyUsed(EvictionPolicy):
         segment.touched = now
         self._order.move_to_end(segment)
 
+    def follow(self, segment: Segment, child: Segment) -> bool:
+        """Move `segment` behind all others; see `EvictionPolicy`."""
+        self._order.move_to_end(segment)
+        return len(self._order) > 1
+
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """Take `segment` out of the order; see `EvictionPolicy`."""
         del self._order[segment]
