@@ -241,6 +241,7 @@ class Daemon:
             f"PID namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
+        self.control: ControlServer | None = None
         try:
             self.control = _control(
                 config,
@@ -340,6 +341,8 @@ class Daemon:
         ]
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()
+        if self.control is not None:
+            snapshot.gauges += self.control.gauges()
         snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.unprepared)]
         if self._certificates is not None:
             valid = self._certificates.current

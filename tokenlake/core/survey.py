@@ -36,8 +36,8 @@ from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["MAX_LOCATED", "Survey"]
 
-MAX_LOCATED = 512
-"""Limit of the segments in one `LocateRequested`: half a millisecond of the control loop."""
+MAX_LOCATED = 256
+"""Limit of the segments in one `LocateRequested`: a quarter of a millisecond of the control loop."""
 
 
 @dataclass(eq=False, slots=True)
