@@ -60,11 +60,9 @@ class Room:
         """Wait for room for `nbytes`, and take it. Returns the bytes to give back: `nbytes`, or all that one key may
         have."""
         nbytes = min(nbytes, self.part)
-        if not self._waiting and self._fits(of, nbytes):
-            self._add(of, nbytes)
-            return nbytes
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(of, deque()).append((future, nbytes))
+        self._grant()
         try:
             await future
         except asyncio.CancelledError:
@@ -80,9 +78,6 @@ class Room:
         """Give room back, and to the callers that wait for it."""
         self._add(of, -nbytes)
         self._grant()
-
-    def _fits(self, of: str, nbytes: int) -> bool:
-        return nbytes <= self._left and self._taken.get(of, 0) + nbytes <= self.part
 
     def _add(self, of: str, nbytes: int) -> None:
         self._left -= nbytes

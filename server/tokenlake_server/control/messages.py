@@ -49,8 +49,8 @@ MAX_KEYS = 16_384
 MAX_TOKENS = 1 << 18
 """Limit of the tokens of all prompts of one message, where the daemon computes their keys."""
 MAX_PRODUCT = 1 << 20
-"""Limit of the sequences of a tree times the instances of a plan, and of the instances that all batches of a plan take
-times the instances."""
+"""Limit of the sequences of a tree times the instances of a plan, where nodes have locations: the distance of each pair
+is calculated."""
 MAX_NAME = 256
 """Limit of the characters of a name of a request, fleet, instance or node."""
 _WAYS = {
@@ -159,13 +159,12 @@ def check_size(prompts: Sequence[pb.Prompt], segment_tokens: int) -> None:
         raise LimitReached(f"prompts of {keys} segments; the limit of a message is {MAX_KEYS}")
 
 
-def check_work(rows: int, instances: int) -> None:
-    """Raises `LimitReached` for a plan that would take longer than some 100 ms. `rows`: the sequences of its tree, or
-    the instances that its batches take."""
-    if rows * instances > MAX_PRODUCT:
+def check_work(tree: PrefixTree, instances: int) -> None:
+    """Raises `LimitReached` for a plan among instances with locations that would take longer than a second."""
+    if len(tree.sequences) * instances > MAX_PRODUCT:
         raise LimitReached(
-            f"{rows} sequences or places for {instances} instances; the limit of their product is {MAX_PRODUCT}: plan "
-            "fewer prompts, or name fewer instances, in one call"
+            f"{len(tree.sequences)} sequences and {instances} instances of nodes with locations; the limit of their "
+            f"product is {MAX_PRODUCT}: plan fewer prompts, or name fewer instances in 'idle', in one call"
         )
 
 

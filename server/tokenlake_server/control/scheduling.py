@@ -97,7 +97,6 @@ class Scheduling:
 
         def work() -> pb.GetCacheLoadResponse:
             fleet, model, instances = self._update(tenant, message.fleet, time.monotonic())
-            check_work(len(message.tree.sequences), len(instances))
             tree, rates = tree_of(message.tree, tenant), _rates(fleet, message)
             load = cache_load(message.requests, tree, instances, model.layers, rates)
             return pb.GetCacheLoadResponse(load={str(node): share for node, share in load.items()})
@@ -121,10 +120,10 @@ class Scheduling:
             fleet, model, instances = self._update(tenant, message.fleet, time.monotonic())
             idle = _chosen(instances, message.idle)
             batches, dops = [list(each.requests) for each in message.batches], [each.dop for each in message.batches]
-            check_work(len(message.tree.sequences), len(idle))
-            check_work(sum(dops), len(idle))
             tree = tree_of(message.tree, tenant)
             fleet.router.locations = {each.node: each.location for each in states}
+            if any(fleet.router.locations.values()):
+                check_work(tree, len(idle))
             plans = gen_plans(batches, dops, tree, idle, model, _rates(fleet, message), fleet.router)
             return plans_message(plans).SerializeToString()
 
