@@ -337,6 +337,7 @@ class Daemon:
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),
+            *self.senders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
         ]
         if self._transports.nixl is not None:
