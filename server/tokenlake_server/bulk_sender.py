@@ -52,7 +52,7 @@ MAX_CONTENTS = 1 << 20
 NO_LIMIT_S = 1e9
 SHARED = Metric(
     "tokenlake_shared_sends",
-    "Requests of other nodes for segments that waited for the shared thread since the start, because no further thread "
+    "Requests of other nodes for segments that the shared thread served since the start, because no further thread "
     "could be started",
     kind="gauge",
 )
@@ -132,8 +132,8 @@ class BulkSender:
         problem = self._start(stream)
         if problem:
             log.warning(
-                "a bulk connection of %s shares a thread with others, because no further one can be started (%s): raise "
-                "the limit of processes (pids) of this service",
+                "a bulk connection of %s shares a thread with others, because no further one can be started (%s): "
+                "raise the limit of processes (pids) of this service",
                 hello.node,
                 problem,
                 extra={"kind": "threads"},
@@ -224,10 +224,10 @@ class BulkSender:
                 self._selector.unregister(stream.bulk.sock)
                 if not self._start(stream):
                     continue
-                self._shared_sends += 1
                 # Another connection must not wait for a peer that sends a part of a request only.
                 limit_wait(stream.bulk.sock, "SO_RCVTIMEO", SEND_STALL_S)
                 if self._serve_one(stream):
+                    self._shared_sends += 1
                     limit_wait(stream.bulk.sock, "SO_RCVTIMEO", NO_LIMIT_S)
                     self._selector.register(stream.bulk.sock, selectors.EVENT_READ, stream)
 
