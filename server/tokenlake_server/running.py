@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from tokenlake.config import ServerConfig
 from tokenlake.errors import LimitReached, TokenLakeError
-from tokenlake_server import garbage_collector
+from tokenlake_server import allocator, garbage_collector
 from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.daemon import Daemon
@@ -121,6 +121,7 @@ async def run(
     require_memory(config.memory, config.regions if config.huge_pages else 0)
     _raise_descriptor_limit(config)
     loop = asyncio.get_running_loop()
+    allocator.set_up()
     sys.setswitchinterval(SWITCH_S)
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
     arena = Arena(config.huge_pages)

@@ -21,7 +21,7 @@ from tokenlake_server.control.messages import MAX_NAME, check_name, model_of, re
 
 __all__ = ["TOTAL_BYTES", "Fleet", "Fleets"]
 
-TOTAL_BYTES = 12 << 20
+TOTAL_BYTES = 8 << 20
 """Limit of the bytes that the fleets of all tenants make the daemon keep."""
 FLEET_BYTES, INSTANCE_BYTES, REQUEST_BYTES, SEGMENT_BYTES, ENDED_BYTES = 8192, 700, 900, 330, 250
 """Bytes that are charged for a fleet, for each instance, for each request under way and each of its segments, and for

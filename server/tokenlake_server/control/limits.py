@@ -30,9 +30,9 @@ MAX_MESSAGE = 2 << 20
 """Limit of the bytes of a message of a caller."""
 MAX_CALLS, TENANT_CALLS, ADMIN_CALLS = 96, 48, 32
 """Calls at a time, streams included: of all tenants, of one of them, and of admins; further ones are refused."""
-READING, WORKING = 12 << 20, 28 << 20
+READING, WORKING = 8 << 20, 16 << 20
 """Bytes of the messages that are read or wait for their work, and of the work on messages, of all tenants."""
-ADMIN_READING, ADMIN_WORKING = 4 << 20, 14 << 20
+ADMIN_READING, ADMIN_WORKING = 2 << 20, 8 << 20
 """The same for admins."""
 READ_S = 5.0
 """Seconds in which a caller has to send its message once there is room for it."""

@@ -90,6 +90,8 @@ _OPTIONS = [
     # Bytes of a message that arrive before there is room for it.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 64 << 10),
+    # By default the buffer of a connection grows with its messages, to 4 MiB.
+    ("grpc.experimental.tcp_max_read_chunk_size", 64 << 10),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.max_connection_idle_ms", 600_000),
