@@ -76,7 +76,9 @@ class Bridge:
     async def explain(self, tenant: str, request: str) -> engine.Explained:
         """Ask the rules for the use of the pool by a request of the tenant (`tokenlake explain`)."""
         explain = engine.Explain(1, request)
-        answer: engine.Explained = await self.ask(lambda number: events.ExplainRequested(-number, tenant, explain))
+        answer: engine.Explained = await self.ask(
+            lambda number: events.ExplainRequested(-number, tenant, explain), tenant
+        )
         return answer
 
     async def coroutine(self, make: Callable[[], Any]) -> Any:
