@@ -24,6 +24,7 @@ from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
 from tokenlake_client.dial import dial
+from tokenlake_operator.prompt_text import Prompt
 from tokenlake_operator.reaching import ENGINES_SUFFIX, SUFFIX, Target, operates
 from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.tables import print_rows, printable
@@ -115,8 +116,28 @@ name. Raises `TokenLakeError`."""
 @click.option(
     "--tenant", default="", help="Name of the tenant of the request. Only an operator of the daemon may give it."
 )
+@click.option(
+    "--prompt",
+    "text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the text of the prompt, as the chat template renders it: shows the text at which it leaves what is "
+    "known. With --tokenizer.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, path_type=Path),
+    help="The model's tokenizer.json, or the directory that has it.",
+)
 @partial(operates, socket_help="Path of the socket of engines; with --tenant that of the control socket.")
-def explain(target: Target, request_id: str | None, last: int | None, tenant: str, as_json: bool) -> None:
+def explain(
+    target: Target,
+    request_id: str | None,
+    last: int | None,
+    tenant: str,
+    text: Path | None,
+    tokenizer: Path | None,
+    as_json: bool,
+) -> None:
     """Show how many tokens of a request the pool supplied, and why the others were missed.
 
     REQUEST_ID is the engine's id of the request, as its log shows it, or the beginning of the id. An OpenAI server may
@@ -128,6 +149,9 @@ def explain(target: Target, request_id: str | None, last: int | None, tenant: st
         raise click.UsageError("expected either REQUEST_ID or --last N")
     if request_id == "":
         raise click.UsageError("REQUEST_ID is empty; --last N shows the newest requests")
+    if (text is None) != (tokenizer is None) or (text is not None and (request_id is None or as_json)):
+        raise click.UsageError("--prompt and --tokenizer belong together, to one REQUEST_ID, and not to --json")
+    prompt = None if text is None or tokenizer is None else Prompt(text, tokenizer)
     if tenant or target.remote is not None:
         with target.connect() as control:
             funnels = _funnels(lambda name: _explained(control.explain(name, tenant)), request_id, last, "this node")
@@ -135,7 +159,7 @@ def explain(target: Target, request_id: str | None, last: int | None, tenant: st
         place, ask_daemon = _engine_socket(target)
         funnels = _funnels(ask_daemon, request_id, last, place)
     for funnel in funnels:
-        _print(funnel, as_json)
+        _print(funnel, as_json, prompt)
 
 
 def _funnels(ask_daemon: Ask, request_id: str | None, last: int | None, place: str) -> list[Funnel]:
@@ -178,6 +202,9 @@ def _explained(answer: admin_pb2.ExplainResponse) -> Explanation:
             found.held,
             tuple(Missed(each.reason, each.tokens, each.detail) for each in found.missed),
             found.engine_had,
+            found.leaves_at if found.HasField("leaves_at") else None,
+            found.recent,
+            found.alone,
         ),
         (),
     )
@@ -200,12 +227,28 @@ def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
     )
 
 
-def _print(funnel: Funnel, as_json: bool) -> None:
+def _print(funnel: Funnel, as_json: bool, prompt: Prompt | None) -> None:
     if as_json:
         click.echo(json.dumps(_plain(funnel)))
         return
     rows = [(name, f"{tokens:,}", detail) for name, tokens, detail in _rows(funnel)]
     print_rows(("request", "tokens", ""), rows, f"{funnel.request}, {funnel.age_s:.1f} s ago")
+    for line in _parting(funnel, prompt):
+        click.echo(line)
+
+
+def _parting(funnel: Funnel, prompt: Prompt | None) -> Iterator[str]:
+    """Sentences that say where the prompt leaves what is known, and whether prompts differ near their beginning."""
+    if funnel.leaves_at is not None:
+        last = funnel.leaves_at + funnel.segment_tokens - 1
+        yield f"the prompt leaves what is known within the tokens {funnel.leaves_at:,} to {last:,}"
+        if prompt is not None:
+            yield prompt.place(funnel)
+    if funnel.alone and funnel.recent > 1:
+        yield (
+            f"{funnel.alone:,} of the {funnel.recent:,} newest requests begin with a segment that no other one has: "
+            f"their prompts differ within the first {funnel.segment_tokens} tokens"
+        )
 
 
 def _plain(funnel: Funnel) -> dict[str, object]:

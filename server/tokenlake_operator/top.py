@@ -48,6 +48,10 @@ class Screen(NamedTuple):
     tenants: list[dict[str, Any]]
     prefixes: list[dict[str, Any]]
     calls: list[dict[str, Any]]
+    requests: int
+    alone: int
+    """`requests`: the newest requests of all nodes. `alone`: those that begin with a segment that no other request of
+    their node has."""
     lost: dict[str, str]
     """By the name of a node that did not answer, the reason."""
 
@@ -97,7 +101,10 @@ def _screens(nodes: Sequence[Node], silent: Mapping[str, str], interval: float) 
         if nodes[0].name in lost and len(now) == 0:
             # Without any node there is nothing to watch.
             nodes[0].control.status()
-        yield Screen(_node_rates(before, now), _tenant_rates(before, now), *_newest(activity), lost)
+        newest = activity.values()
+        requests, alone = sum(each.requests for each in newest), sum(each.alone for each in newest)
+        rates = _node_rates(before, now), _tenant_rates(before, now)
+        yield Screen(*rates, *_newest(activity), requests, alone, lost)
         before |= now
 
 
@@ -228,7 +235,8 @@ def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
         ],
     )
     yield (
-        "hot prefixes: newest requests that begin with the same segment",
+        f"hot prefixes: newest requests that begin with the same segment (of {screen.requests:,}, {screen.alone:,} "
+        "with one that no other has)",
         ("first segment", "tenant", "requests", "tokens", "supplied", "engine had", "newest request", "nodes"),
         [
             (

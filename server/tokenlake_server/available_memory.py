@@ -7,37 +7,43 @@ from pathlib import Path
 from tokenlake.config import format_size
 from tokenlake.config.kinds import HUGE_PAGE
 from tokenlake.errors import LimitReached
+from tokenlake_server.cgroups import PROC, rooms
 
 __all__ = ["available_bytes", "free_huge_pages", "huge_pages_of", "require_memory"]
 
-RESERVE_BYTES = 64 << 20
+RESERVE_BYTES = 200 << 20
 """Bytes of the available memory that are kept for the daemon itself: interpreter, index, buffers."""
 RECLAIMABLE = ("inactive_file", "slab_reclaimable")
-"""Entries of a cgroup's `memory.stat`: the bytes of `memory.current` that the kernel frees when memory is needed."""
+"""Entries of a cgroup's `memory.stat`: the bytes of its use that the kernel frees when memory is needed."""
+MEMORY_FILES = {
+    "memory.max": "memory.current",
+    "memory.high": "memory.current",
+    "memory.limit_in_bytes": "memory.usage_in_bytes",
+}
+HUGE_PAGE_FILES = {
+    "hugetlb.2MB.max": "hugetlb.2MB.current",
+    "hugetlb.2MB.rsvd.max": "hugetlb.2MB.rsvd.current",
+    "hugetlb.2MB.limit_in_bytes": "hugetlb.2MB.usage_in_bytes",
+    "hugetlb.2MB.rsvd.limit_in_bytes": "hugetlb.2MB.rsvd.usage_in_bytes",
+}
 
 
-def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """The number of bytes that are available, and the source of that limit: the least of MemAvailable and of the room
-    in every cgroup of this process."""
-    limits = [(_mem_available(proc), "MemAvailable of /proc/meminfo")]
-    own = _own_cgroup(proc)
-    if own is not None:
-        group = cgroup / own.lstrip("/")
-        for directory in [group, *group.parents]:
-            room = _cgroup_room(directory)
-            if room is not None:
-                limits.append((room, f"memory.max of cgroup {directory}"))
-            if directory == cgroup:
-                break
+def available_bytes(proc: Path = PROC) -> tuple[int, str]:
+    """The number of bytes that a daemon in place of this process could have in all, and the source of that limit: the
+    least of MemAvailable and of the room in every cgroup, with what this process has allocated itself."""
+    limits = [(_number(proc / "meminfo", "MemAvailable:", 1 << 52) << 10, "MemAvailable of /proc/meminfo")]
+    for each in rooms("memory", MEMORY_FILES, proc):
+        limits.append((each.amount + _reclaimable(each.directory), each.source))
+    room, source = min(limits)
+    return room + (_number(proc / "self" / "status", "RssAnon:", 0) << 10), source
+
+
+def free_huge_pages(proc: Path = PROC) -> tuple[int, str]:
+    """The number of huge pages of 2 MiB that this process may have, and the source of that limit: those that no process
+    has, and the room in every cgroup."""
+    limits = [(_number(proc / "meminfo", "HugePages_Free:", 0), "HugePages_Free of /proc/meminfo")]
+    limits += [(room.amount // HUGE_PAGE, room.source) for room in rooms("hugetlb", HUGE_PAGE_FILES, proc)]
     return min(limits)
-
-
-def free_huge_pages(proc: Path = Path("/proc")) -> int:
-    """The number of huge pages of 2 MiB that no process has."""
-    for line in (proc / "meminfo").read_text().splitlines():
-        if line.startswith("HugePages_Free:"):
-            return int(line.split()[1])
-    return 0
 
 
 def huge_pages_of(nbytes: int, regions: int) -> int:
@@ -49,11 +55,12 @@ def require_memory(nbytes: int, huge_regions: int = 0) -> None:
     """Raise `LimitReached` when `nbytes` are not available: writing to them would call the OOM killer. `huge_regions`:
     the number of regions on huge pages; 0 for ordinary pages."""
     if huge_regions:
-        needed, free = huge_pages_of(nbytes, huge_regions), free_huge_pages()
+        needed, (free, source) = huge_pages_of(nbytes, huge_regions), free_huge_pages()
         if free < needed:
             raise LimitReached(
-                f"setting 'huge_pages': 'memory' takes {needed} huge pages of 2 MiB, and {free} are free; set them "
-                f"aside with `sysctl vm.nr_hugepages={needed}` as root, or set 'huge_pages' to false"
+                f"setting 'huge_pages': 'memory' takes {needed} huge pages of 2 MiB, and {max(0, free)} are free "
+                f"({source}); set them aside with `sysctl vm.nr_hugepages={needed}` as root (in a pod: `resources`), "
+                "or set 'huge_pages' to false"
             )
         return
     room, source = available_bytes()
@@ -64,37 +71,22 @@ def require_memory(nbytes: int, huge_regions: int = 0) -> None:
         )
 
 
-def _mem_available(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
-
-
-def _own_cgroup(proc: Path) -> str | None:
+def _number(file: Path, name: str, default: int) -> int:
+    """The number in the line of a file that begins with `name`."""
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line[3:] for line in lines if line.startswith("0::")), None)
-
-
-def _cgroup_room(directory: Path) -> int | None:
-    """The bytes that the processes of a cgroup (version 2) may still allocate, or None for a group without a limit.
-    `memory.current` counts the page cache too, which the kernel reclaims before it calls the OOM killer."""
-    try:
-        limit = (directory / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        room = int(limit) - int((directory / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return room + _reclaimable(directory)
+        lines = (line.split() for line in file.read_text().splitlines())
+        return next((int(words[1]) for words in lines if words[:1] == [name]), default)
+    except (OSError, ValueError, IndexError):
+        return default
 
 
 def _reclaimable(directory: Path) -> int:
+    """The use of a cgroup counts the page cache too, which the kernel reclaims before it calls the OOM killer."""
     try:
         lines = [line.split() for line in (directory / "memory.stat").read_text().splitlines()]
-        return sum(int(value) for name, value in lines if name in RECLAIMABLE)
+        entries = {name: int(value) for name, value in lines}
     except (OSError, ValueError):
         return 0
+    if "total_inactive_file" in entries:
+        return entries["total_inactive_file"]
+    return sum(entries.get(name, 0) for name in RECLAIMABLE)

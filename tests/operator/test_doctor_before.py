@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.kernel_files import kernel_files
 from tests.operator.scene import GivenNode, checks, run
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_operator.doctor.machine import Machine
@@ -176,30 +177,22 @@ def memory_beyond_the_machine(node: GivenNode, patch: pytest.MonkeyPatch) -> Non
 @plant("memory", "to at most 36MiB")
 def memory_beyond_the_cgroup(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["memory"] = "64MiB"
-    node.machine = Machine(
-        proc=_proc(node), cgroup=_cgroup(node, {"memory.max": 120 << 20, "memory.current": 20 << 20})
-    )
+    node.machine = in_a_pod(node, {"memory.max": 256 << 20, "memory.current": 20 << 20})
 
 
 @plant("limit-threads", "TasksMax")
 def few_threads(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.machine = Machine(proc=_proc(node), cgroup=_cgroup(node, {"pids.max": 100, "pids.current": 20}))
+    node.machine = in_a_pod(node, {"pids.max": 100, "pids.current": 20})
 
 
-def _proc(node: GivenNode) -> Path:
-    proc = node.directory / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemAvailable: 99999999 kB\nHugePages_Free: 3\n")
-    (proc / "self" / "cgroup").write_text("0::/pod\n")
-    return proc
+@plant("huge-pages", "raise the limit of the container")
+def huge_pages_beyond_the_cgroup(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.settings |= {"huge_pages": True, "region_size": "64MiB", "memory": "4GiB"}
+    node.machine = in_a_pod(node, {"hugetlb.2MB.max": 64 << 20, "hugetlb.2MB.current": 0})
 
 
-def _cgroup(node: GivenNode, files: dict[str, int]) -> Path:
-    pod = node.directory / "cgroup" / "pod"
-    pod.mkdir(parents=True)
-    for name, value in files.items():
-        (pod / name).write_text(f"{value}\n")
-    return pod.parent
+def in_a_pod(node: GivenNode, files: dict[str, int]) -> Machine:
+    return Machine(proc=kernel_files(node.directory, 2, "/", files))
 
 
 @plant("huge-pages", "sysctl vm.nr_hugepages=2112")

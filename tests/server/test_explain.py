@@ -102,6 +102,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
         assert table.returncode == 0
         for shown in ("a name", "ideal", "indexed", "engine had", "supplied", f"{hits:,}", "never stored", "too short"):
             assert shown in table.stdout
+        assert f"leaves what is known within the tokens {hits} to {hits + SEGMENT_TOKENS - 1}\n" in table.stdout
         # No output holds a key, a token or a secret.
         for output in (answered.stdout, table.stdout):
             assert not any(secret in output for secret in (RED, "aa" * 8, "bb" * 8, keys[0].hex()[:16]))

@@ -89,3 +89,10 @@ class Funnel(_Struct, frozen=True):
     """Tokens of segments that are leased and neither read nor released yet."""
     missed: tuple[Missed, ...]
     engine_had: Index = 0
+    leaves_at: Index | None = None
+    """The first token of the first segment that no node knows, now or from before, where the directory nodes have
+    answered; None: there is none. The prompt leaves what is known within that segment."""
+    recent: Index = 0
+    alone: Index = 0
+    """`recent`: named requests of the tenant that the node remembers, this one included. `alone`: those of them whose
+    first segment no other one has."""

@@ -750,6 +750,9 @@ class Funnel(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
     ENGINE_HAD_FIELD_NUMBER: _builtins.int
+    LEAVES_AT_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     node: _builtins.str
     age_s: _builtins.float
@@ -760,6 +763,13 @@ class Funnel(_message.Message):
     supplied: _builtins.int
     held: _builtins.int
     engine_had: _builtins.int
+    leaves_at: _builtins.int
+    """The first token of the first segment that no node knows, now or from before: the prompt leaves what is known within
+    that segment.
+    """
+    recent: _builtins.int
+    """Named requests of the tenant that the node remembers, and those of them whose first segment no other one has."""
+    alone: _builtins.int
     @_builtins.property
     def elsewhere(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -779,12 +789,17 @@ class Funnel(_message.Message):
         held: _builtins.int = ...,
         missed: _abc.Iterable[Global___Missed] | None = ...,
         engine_had: _builtins.int = ...,
+        leaves_at: _builtins.int | None = ...,
+        recent: _builtins.int = ...,
+        alone: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_leaves_at", b"_leaves_at", "leaves_at", b"leaves_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "elsewhere", b"elsewhere", "engine_had", b"engine_had", "fetched", b"fetched", "held", b"held", "here", b"here", "ideal", b"ideal", "missed", b"missed", "node", b"node", "request", b"request", "segment_tokens", b"segment_tokens", "supplied", b"supplied"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaves_at", b"_leaves_at", "age_s", b"age_s", "alone", b"alone", "elsewhere", b"elsewhere", "engine_had", b"engine_had", "fetched", b"fetched", "held", b"held", "here", b"here", "ideal", b"ideal", "leaves_at", b"leaves_at", "missed", b"missed", "node", b"node", "recent", b"recent", "request", b"request", "segment_tokens", b"segment_tokens", "supplied", b"supplied"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__leaves_at: _TypeAlias = _typing.Literal["leaves_at"]  # noqa: Y015
+    _WhichOneofArgType__leaves_at: _TypeAlias = _typing.Literal["_leaves_at", b"_leaves_at"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__leaves_at) -> _WhichOneofReturnType__leaves_at | None: ...
 
 Global___Funnel: _TypeAlias = Funnel  # noqa: Y015
 
@@ -986,8 +1001,11 @@ class GetActivityResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Number of the newest requests that were looked at."""
+    alone: _builtins.int
+    """Those of the requests that begin with a segment that no other one has."""
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPrefix]:
         """Those with most requests first."""
@@ -1002,10 +1020,11 @@ class GetActivityResponse(_message.Message):
         requests: _builtins.int = ...,
         prefixes: _abc.Iterable[Global___HotPrefix] | None = ...,
         calls: _abc.Iterable[Global___SlowCall] | None = ...,
+        alone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "prefixes", b"prefixes", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "calls", b"calls", "prefixes", b"prefixes", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

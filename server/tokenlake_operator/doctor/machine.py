@@ -14,6 +14,7 @@ from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.words import amount
 from tokenlake_server.arena import MADV_POPULATE_WRITE
 from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes, free_huge_pages, huge_pages_of
+from tokenlake_server.cgroups import PROC, rooms
 from tokenlake_server.connected_process import kernel_has_pidfds
 from tokenlake_server.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
 
@@ -30,17 +31,14 @@ THREADS = 128
 class Machine:
     """The facts of this machine that the checks need. Tests replace some of them."""
 
-    def __init__(
-        self, pid: int | None = None, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
-    ) -> None:
+    def __init__(self, pid: int | None = None, proc: Path = PROC) -> None:
         """`pid`: the daemon, once it runs; its limits count then, and not those of this process."""
         self._pid = pid
         self._proc = proc
-        self._cgroup = cgroup
 
     def available(self) -> tuple[int, str]:
-        """Bytes that are available, and the source of that limit."""
-        return available_bytes(self._proc, self._cgroup)
+        """Bytes that a daemon may have in all, and the source of that limit."""
+        return available_bytes(self._proc)
 
     def limit(self, kind: int) -> int | None:
         """The hard limit `resource.RLIMIT_...`; None: there is none, or it cannot be read."""
@@ -50,18 +48,14 @@ class Machine:
             return None
         return None if hard == resource.RLIM_INFINITY else hard
 
-    def threads_left(self) -> int | None:
-        """Processes and threads that the cgroup of this process may still start; None: any number."""
-        try:
-            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
-            group = self._cgroup / next(line[3:] for line in lines if line.startswith("0::")).lstrip("/")
-            most = (group / "pids.max").read_text().strip()
-            return None if most == "max" else int(most) - int((group / "pids.current").read_text())
-        except (OSError, ValueError, StopIteration):
-            return None
+    def threads_left(self) -> tuple[int, str] | None:
+        """Processes and threads that the cgroups of the daemon may still start, and the source of that limit; None: any
+        number."""
+        limits = rooms("pids", {"pids.max": "pids.current"}, self._proc, self._pid or "self")
+        return min(((room.amount, room.source) for room in limits), default=None)
 
-    def free_huge_pages(self) -> int:
-        """Huge pages of 2 MiB that no process has."""
+    def free_huge_pages(self) -> tuple[int, str]:
+        """Huge pages of 2 MiB that a daemon may have, and the source of that limit."""
         return free_huge_pages(self._proc)
 
     def has_sealed_memory(self) -> bool:
@@ -126,15 +120,15 @@ def _kernel(machine: Machine) -> Iterator[Finding]:
 
 def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
     if config.huge_pages:
-        needed, free = huge_pages_of(config.memory, config.regions), machine.free_huge_pages()
+        needed, (free, source) = huge_pages_of(config.memory, config.regions), machine.free_huge_pages()
         if free < needed:
             yield Finding(
                 "error",
                 "huge-pages",
                 "huge_pages",
-                f"'memory' takes {needed} huge pages of 2 MiB, and {free} are free",
-                f"run `sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while memory is not in pieces), or "
-                "set 'huge_pages' to false",
+                f"'memory' takes {needed} huge pages of 2 MiB, and {max(0, free)} are free ({source})",
+                f"run `sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while memory is not in pieces), "
+                "raise the limit of the container, or set 'huge_pages' to false",
             )
         return
     room, source = machine.available()
@@ -174,11 +168,11 @@ def _limits(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
                 f"set {'LimitAS' if kind == resource.RLIMIT_AS else 'LimitFSIZE'}=infinity in the unit",
             )
     left = machine.threads_left()
-    if left is not None and left < THREADS:
+    if left is not None and left[0] < THREADS:
         yield Finding(
             "error",
             "limit-threads",
-            "pids.max of the cgroup",
-            f"{left} more threads may start; a daemon needs up to {THREADS}",
+            left[1],
+            f"{max(0, left[0])} more threads may start; a daemon needs up to {THREADS}",
             "raise pids.max (TasksMax in the unit, pids_limit of the container)",
         )

@@ -110,7 +110,8 @@ def activity_message(recent: Sequence[RecentRequest], count: int) -> admin_pb2.G
         for seconds, call, each in calls[:count]
         if seconds > 0
     ]
-    return admin_pb2.GetActivityResponse(requests=len(recent), prefixes=hot[:count], calls=slow)
+    single = sum(prefix.requests == 1 for prefix in hot)
+    return admin_pb2.GetActivityResponse(requests=len(recent), prefixes=hot[:count], calls=slow, alone=single)
 
 
 def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: Mapping[bytes, AnyLayout]) -> Request:

@@ -227,6 +227,9 @@ class Admin:
                 elsewhere=dict(funnel.elsewhere),
                 fetched=funnel.fetched,
                 engine_had=funnel.engine_had,
+                leaves_at=funnel.leaves_at,
+                recent=funnel.recent,
+                alone=funnel.alone,
                 supplied=funnel.supplied,
                 held=funnel.held,
                 missed=[

@@ -218,6 +218,7 @@ def test_a_silent_directory_node_is_named() -> None:
     funnel = explained(cluster, reader, "r")
     assert why(funnel) == {MissReason.UNKNOWN: 2 * SIZE}
     assert detail(funnel, MissReason.UNKNOWN) == "no answer from n0"
+    assert funnel.leaves_at is None
     cluster.node(0).thaw()
 
 
@@ -366,3 +367,31 @@ def test_long_requests_count_more_towards_the_bound(monkeypatch: pytest.MonkeyPa
         ask(cluster, reader, prompt(f"p{number}", 32 * 30), f"r{number}")
     cluster.check()
     assert cluster.core(0).census()["explained requests"] == 3
+
+
+def test_a_prompt_that_parts_from_others_names_the_token() -> None:
+    """The prompt shares one segment with another one, and a third prompt shares nothing."""
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    shared, mine = placed(cluster, 0, 1, 1, "system"), placed(cluster, 0, 1, 2, "mine")
+    store(cluster, writer, shared)
+    read(cluster, reader, shared, "first")
+    read(cluster, reader, shared + mine, "r")
+    read(cluster, reader, placed(cluster, 0, 1, 3, "nonce"), "apart")
+    funnel, apart = explained(cluster, reader, "r"), explained(cluster, reader, "apart")
+    assert (funnel.leaves_at, funnel.recent, funnel.alone) == (SIZE, 3, 1)
+    assert apart.leaves_at == 0
+    assert explained(cluster, reader, "first").leaves_at is None
+
+
+def test_a_prompt_that_was_evicted_does_not_part() -> None:
+    cluster = calm(1, regions=1, **ROOMY)
+    reader = cluster.join(0)
+    keys = prompt("first", 2)
+    store(cluster, reader, keys)
+    for turn in range(3):
+        store(cluster, reader, prompt(f"next {turn}", SLOTS))
+    read(cluster, reader, keys, "known")
+    read(cluster, reader, [*keys, *prompt("tail", 1)], "longer")
+    assert explained(cluster, reader, "known").leaves_at is None
+    assert explained(cluster, reader, "longer").leaves_at == 2 * SIZE

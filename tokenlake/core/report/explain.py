@@ -32,7 +32,7 @@ from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["Explain", "RecentRequest", "Trail"]
+__all__ = ["Explain", "RecentRequest", "Trail", "alone"]
 
 MAX_TRAILS = 1024
 """Maximum number of requests that are remembered for `tokenlake explain`; the oldest are forgotten first."""
@@ -120,6 +120,11 @@ class Trail:
         if late:
             return MissReason.TOO_SLOW, f"{place} did not send it in time"
         return MissReason.LOST, f"{place} did not have it any more" + (f": {rule}" if rule else "")
+
+
+def alone(first: Iterable[bytes]) -> int:
+    """How many requests begin with a segment that no other one has. `first`: the key of the first segment of each."""
+    return sum(count == 1 for count in Counter(first).values())
 
 
 class RecentRequest(NamedTuple):
@@ -300,10 +305,12 @@ class Explain:
     def _answer(self, question: _Question) -> None:
         trail, size = question.trail, question.trail.account.size
         sums, weights = trail.account.sums(), _Weights(trail)
-        missed = [*self._not_usable(question, weights), *self._missing(question, weights)]
+        missing, leaves_at = self._missing(question, weights)
+        missed = [*self._not_usable(question, weights), *missing]
         missed += [(*lost, tokens) for lost, tokens in sums.lost.items()]
         missed.append((trail.account.not_asked[0], "", trail.account.not_asked[1]))
         reasons = [Missed(reason, tokens, detail) for reason, detail, tokens in missed if tokens]
+        first = [each.first for (owner, _), each in self._trails.items() if owner == question.tenant and each.first]
         funnel = Funnel(
             trail.name,
             self._context.node,
@@ -317,6 +324,9 @@ class Explain:
             sums.held,
             tuple(reasons),
             sums.engine_had,
+            leaves_at,
+            len(first),
+            alone(first),
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
@@ -339,9 +349,9 @@ class Explain:
             reasons[reason, detail] += weights.of_code(number)
         return [(*reason, tokens) for reason, tokens in reasons.items()]
 
-    def _missing(self, question: _Question, weights: _Weights) -> list[Count]:
+    def _missing(self, question: _Question, weights: _Weights) -> tuple[list[Count], int | None]:
         """Returns why segments are missing: how they were removed, where a node remembers that, or else the likely
-        reason."""
+        reason; and the first token of those that no node knows."""
         trail, removals = question.trail, question.removals
         reasons: list[Count] = []
         by_rule: dict[tuple[str, str], list[SegmentKey]] = {}
@@ -366,7 +376,11 @@ class Explain:
         unlisted = weights.of_code(Code.MISSING) - weights.of_keys(weights.missing)
         if unlisted:
             reasons.append((MissReason.UNKNOWN, f"behind the first {len(trail.missing)}", unlisted))
-        return reasons
+        strange = {key for keys in by_node.values() for key in keys}
+        beyond = trail.account.beyond
+        places = (place for place, code in zip(beyond.places, beyond.codes, strict=True) if code == Code.MISSING)
+        known_to = next((place for key, place in zip(trail.missing, places, strict=False) if key in strange), None)
+        return reasons, None if known_to is None else known_to * trail.account.size
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
