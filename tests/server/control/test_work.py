@@ -50,6 +50,8 @@ def test_a_job_whose_caller_left_does_not_run(work: Work) -> None:
         second = asyncio.ensure_future(work.run("red", lambda: ran.append(1)))
         await asyncio.sleep(0)
         second.cancel()
+        # The cancellation has reached the job once the task has ended.
+        await asyncio.wait([second])
         gate.set()
         await first
         await work.run("red", lambda: None)
