@@ -17,11 +17,15 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, encode_tokens
 
-__all__ = ["MAX_CONTENT_BYTES", "Content", "block_hash", "contents_of", "decode_content"]
+__all__ = ["MAX_CONTENT_BYTES", "Content", "block_hash", "content_limit", "contents_of", "decode_content"]
 
 MAX_CONTENT_BYTES = 256 << 10
 """Limit of the bytes of all contents in one message of an engine."""
 NAME_BYTES = 8
+OTHER_BYTES = 512
+"""Bytes that a content may have beside the token ids: the names of the model and the adapter, keys."""
+SHARE = 16
+"""A content takes at most 1 KiB and this part of its segment: the cache of a token has 16 times the bytes of its id."""
 _HASHES = 1 << 64
 
 
@@ -62,6 +66,13 @@ def contents_of(prefix: Prefix, tokens: TokenIds, segments: range, model: str, a
         )
         for at, index in enumerate(segments)
     )
+
+
+def content_limit(segment_bytes: int, segment_tokens: int = 0) -> int:
+    """Limit of the bytes of the content of one segment, which a daemon keeps for as long as the segment.
+    `segment_tokens`: 0 where the layout is not known."""
+    limit = 2 * OTHER_BYTES + segment_bytes // SHARE
+    return min(limit, 4 * segment_tokens + OTHER_BYTES) if segment_tokens else limit
 
 
 def decode_content(encoded: bytes) -> Content:

@@ -27,7 +27,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for calls that the daemon answers from its own memory: `attach`, `nodes`, heartbeats, and mapping a
     memory region that this process reads."""
     match_s: float = 0.020
-    """Seconds for `match` and `begin_match`: how long the daemon may wait for the answers of other nodes."""
+    """Seconds for `match` and `begin_match`, beside 20 us for each key: how long the daemon may wait for the answers of
+    other nodes."""
     fetch_s: float = 0.0
     """Seconds for `Lease.fetch` and `Lease.copy_into`, until segments of other nodes have been transferred to this one.
     0: the daemon predicts the deadline from the rate of earlier transfers, and the client waits as long as the daemon

@@ -20,6 +20,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
 from tokenlake.wire.engine import MAX_KEYS
@@ -166,7 +167,8 @@ class Pool:
     ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has or, with `MatchOptions.independent`, all of `keys` that
         it has; `hits` may be 0. `deadline_s`: the seconds for which the daemon may ask other nodes (default:
-        `Deadlines.match_s`). Raises `Unreachable`, and `ValueError` for keys of another length."""
+        `Deadlines.match_s`, and 20 us for each key). Raises `Unreachable`, and `ValueError` for keys of another
+        length."""
         return self.begin_match(keys, options, deadline_s=deadline_s).wait()
 
     def begin_match(
@@ -174,7 +176,7 @@ class Pool:
     ) -> PendingMatch:
         """Send a `match` without waiting for its answer, which `poll` returns. Raises `Unreachable`."""
         self._grants.sweep()
-        deadline_s = self.deadlines.match_s if deadline_s is None else deadline_s
+        deadline_s = match_deadline_s(self.deadlines.match_s, len(keys)) if deadline_s is None else deadline_s
         return PendingMatch(self._state, keys, self._request_name(options.request), options, deadline_s)
 
     def begin_heartbeat(self) -> PendingHeartbeat:

@@ -67,8 +67,12 @@ def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str
         raise LayoutRefused(f"layout field 'weights_digest': no configuration or no weight file in {root}")
     files += _further_files(root)
     store = _default_store(os.environ.get("XDG_CACHE_HOME", "")) if cache is None else cache
-    with ThreadPoolExecutor(max_workers=THREADS) as threads:
-        digests = list(threads.map(lambda path: _content_digest(path, store), files))
+    try:
+        with ThreadPoolExecutor(max_workers=THREADS) as threads:
+            digests = list(threads.map(lambda path: _content_digest(path, store), files))
+    except RuntimeError:
+        # No thread can be started.
+        digests = [_content_digest(path, store) for path in files]
     entries = [[path.name, path.stat().st_size, digest] for path, digest in zip(files, digests, strict=True)]
     return _digest_of_json([SCHEMA_VERSION, "directory", configurations, entries])
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 
@@ -20,8 +21,8 @@ __all__ = ["Pools", "Segments", "fetch_segments", "open_local"]
 MAX_POOLS = 16
 """Maximum number of a tenant's pools, one per layout, whose connection is kept for later views."""
 MATCH_S = 0.100
-"""Maximum seconds that a match may take; `fetch_segments` gives the match at most half of its own deadline. The daemon
-answers at once where it has the segments itself."""
+"""Maximum seconds that a match may take, beside those that the number of its segments adds; `fetch_segments` gives the
+match at most half of its own deadline. The daemon answers at once where it has the segments itself."""
 
 
 class Segments:
@@ -73,7 +74,7 @@ class Pools:
 
 def open_local(pool: Pool, keys: Sequence[SegmentKey]) -> Segments:
     """Lease the longest prefix of `keys` that lies in this node's arena; nothing is fetched. Raises Unreachable."""
-    with pool.match(keys, deadline_s=MATCH_S) as lease:
+    with pool.match(keys, deadline_s=match_deadline_s(MATCH_S, len(keys))) as lease:
         local = next((at for at, code in enumerate(lease.codes[: lease.hits]) if code != Code.LOCAL), lease.hits)
         return _of_layout(pool, lease.fetch(0, local))
 
@@ -81,7 +82,7 @@ def open_local(pool: Pool, keys: Sequence[SegmentKey]) -> Segments:
 def fetch_segments(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Segments:
     """Lease the longest prefix of `keys` that the pool has, and fetch it into this node's arena. Raises Unreachable."""
     until = time.monotonic() + deadline_s
-    with pool.match(keys, deadline_s=min(MATCH_S, deadline_s / 2)) as lease:
+    with pool.match(keys, deadline_s=min(match_deadline_s(MATCH_S, len(keys)), deadline_s / 2)) as lease:
         left = until - time.monotonic()
         return _of_layout(pool, lease.fetch(deadline_s=left) if lease.hits and left > 0 else ())
 

@@ -11,7 +11,12 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tokenlake_server.started_threads import started_threads
+
 __all__ = ["AdminThread"]
+
+WORK_THREADS = 2
+"""Number of the threads for calls that block: measurements of the paths to other nodes, host names."""
 
 T = TypeVar("T")
 
@@ -21,6 +26,8 @@ class AdminThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._workers = started_threads(WORK_THREADS, "admin-work")
+        self._loop.set_default_executor(self._workers)
         self._thread = threading.Thread(target=self._loop.run_forever, name="admin", daemon=True)
         self._thread.start()
 
@@ -45,4 +52,5 @@ class AdminThread:
         self.submit(cancel()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._workers.shutdown(wait=False, cancel_futures=True)
         self._loop.close()

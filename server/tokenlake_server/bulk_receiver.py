@@ -24,6 +24,7 @@ from functools import partial
 
 import xxhash
 
+from tokenlake.content import content_limit
 from tokenlake.core import events
 from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError, Unreachable
@@ -365,7 +366,12 @@ class BulkReceiver:
             )
         if reply.contents:
             own = split_keys(instruction.keys)
-            self._contents.offer(instruction.tenant, [own[index] for index in sent], reply.contents)
+            self._contents.offer(
+                instruction.tenant,
+                [own[index] for index in sent],
+                reply.contents,
+                content_limit(instruction.slot_bytes),
+            )
         if not part:
             slots = [memoryview(bytearray(peer.PROBE_BYTES))]
         else:

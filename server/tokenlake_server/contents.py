@@ -17,9 +17,10 @@ class Contents:
         """The models of a tenant whose engines shall send contents."""
         return ()
 
-    def offer(self, tenant: str, keys: list[SegmentKey], contents: Sequence[bytes]) -> None:
-        """Take the contents of segments that may become READY, in the order of `keys`. Short, and never blocks. May be
-        called from any thread."""
+    def offer(self, tenant: str, keys: list[SegmentKey], contents: Sequence[bytes], limit: int) -> None:
+        """Take the contents of segments that may become READY, in the order of `keys`. `limit`: most bytes of one
+        content (`content_limit`); a longer one is dropped and counted, and its segment is not published. Short, and
+        never blocks. May be called from any thread."""
 
     def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
         """The contents of READY segments, to be sent to another node with their bytes: of the first of `keys`, or of

@@ -241,6 +241,7 @@ class Daemon:
             f"PID namespaces, within {LOCK_S:.0f} s"
         )
         self.driver.start(recorder)
+        self.control: ControlServer | None = None
         try:
             self.control = _control(
                 config,
@@ -336,10 +337,13 @@ class Daemon:
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),
+            *self.senders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
         ]
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()
+        if self.control is not None:
+            snapshot.gauges += self.control.gauges()
         snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.unprepared)]
         if self._certificates is not None:
             valid = self._certificates.current

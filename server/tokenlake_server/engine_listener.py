@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from tokenlake.content import content_limit
 from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
 from tokenlake.core.pieces import LONG, LongRequest
@@ -296,7 +297,10 @@ class EngineListener:
             return self._in_pieces(connection, message)
         if isinstance(message, engine.Prepare) and message.contents:
             # The rules do not know the contents, so that the event log has no tokens.
-            self._contents.offer(connection.tenant, split_keys(message.keys), message.contents)
+            layout = connection.layout
+            assert layout is not None
+            limit = content_limit(layout.segment_bytes, layout.segment_tokens)
+            self._contents.offer(connection.tenant, split_keys(message.keys), message.contents, limit)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
         return None

@@ -10,18 +10,19 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
 
 from tokenlake.config import Address, parse_address
+from tokenlake_server.started_threads import started_threads
 
 __all__ = ["Endpoint", "PeerAddresses", "set_tcp_options"]
 
 RESOLVE_S = 5.0
 """Seconds after which an attempt to resolve a host name fails; the resolver of the system may take longer."""
 RESOLVE_THREADS = 4
-"""Limit of the threads that resolve host names. They start with the first name."""
+"""Number of the threads that resolve host names."""
 IDLE_S, INTERVAL_S, PROBES = 5, 2, 3
 """A connection on which nothing arrives for `IDLE_S` seconds is probed every `INTERVAL_S` seconds, and closed after
 `PROBES` probes without an answer: a node that lost power frees its connections within about 11 s."""
@@ -41,12 +42,16 @@ class PeerAddresses:
     """The address of each other node. `change`, `tell`, `resolve`, `at` and `close` are called on the control loop;
     the other methods may be called from any thread, of which `failed` changes the order of the endpoints of a node."""
 
-    def __init__(self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False) -> None:
+    def __init__(
+        self, addresses: Mapping[str, Address | None], *, loopback_only: bool = False, threads: Executor | None = None
+    ) -> None:
         """`addresses`: None where the address of a node is not known. `loopback_only`: connections are plain, and an
-        address beyond loopback, which etcd may name, is an error."""
+        address beyond loopback, which etcd may name, is an error. `threads`: those of another object, which closes
+        them. Raises `LimitReached` when the threads cannot be started."""
         self._configured = dict(addresses)
         self._loopback_only = loopback_only
-        self._threads = ThreadPoolExecutor(RESOLVE_THREADS, thread_name_prefix="resolve")
+        self._own = started_threads(RESOLVE_THREADS, "resolve") if threads is None else None
+        self._threads = self._own or threads
         """Threads of their own: a resolver that does not answer keeps them for longer than `RESOLVE_S`, and other work
         of the daemon must not wait for it."""
         self._told: dict[str, list[Endpoint]] = {}
@@ -56,7 +61,7 @@ class PeerAddresses:
 
     def empty(self) -> PeerAddresses:
         """An object for other nodes, with the same rules and no addresses yet."""
-        return PeerAddresses({}, loopback_only=self._loopback_only)
+        return PeerAddresses({}, loopback_only=self._loopback_only, threads=self._threads)
 
     def __contains__(self, node: object) -> bool:
         return node in self._configured
@@ -166,7 +171,8 @@ class PeerAddresses:
 
     def close(self) -> None:
         """End the threads once the resolver has answered. No name is resolved afterwards."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._own is not None:
+            self._own.shutdown(wait=False, cancel_futures=True)
 
     def _allowed(self, endpoint: Endpoint) -> Endpoint:
         host = str(endpoint.address[0])

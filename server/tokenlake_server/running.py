@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from tokenlake.config import ServerConfig
 from tokenlake.errors import LimitReached, TokenLakeError
-from tokenlake_server import garbage_collector
+from tokenlake_server import allocator, garbage_collector
 from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.daemon import Daemon
@@ -29,6 +29,10 @@ LATE_S = 20.0
 """Seconds for which a node that drains because of SIGTERM waits beyond `drain_s` for etcd."""
 OWN_DESCRIPTORS, REGION_DESCRIPTORS = 256, 2
 """Numbers of descriptors that the daemon needs for itself, and for each region: the file and its mapping."""
+SWITCH_S = 0.0005
+"""For `sys.setswitchinterval`: seconds for which a thread may keep the interpreter lock while the control loop waits
+for it. With Python's default, 5 ms, the loop would wait that long behind each of its system calls while a plan is
+calculated."""
 WORK_THREADS = 4
 """Number of threads for work that would block the control loop: memory of regions, files, starts and ends of
 processes."""
@@ -117,6 +121,8 @@ async def run(
     require_memory(config.memory, config.regions if config.huge_pages else 0)
     _raise_descriptor_limit(config)
     loop = asyncio.get_running_loop()
+    allocator.set_up()
+    sys.setswitchinterval(SWITCH_S)
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
     arena = Arena(config.huge_pages)
     stop = asyncio.Event()

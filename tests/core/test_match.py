@@ -27,6 +27,7 @@ from tokenlake.core import events, instructions
 from tokenlake.core.report.account import ASKED, Source
 from tokenlake.core.serve import REDIRECTED
 from tokenlake.identity import SegmentKey
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
 
@@ -114,6 +115,21 @@ def test_a_frozen_directory_node_hides_nothing_known() -> None:
     assert cluster.clock.now - began < cluster.core(4).config.match_deadline_s / 2
     # No neighbour leads to the owner where all keys hash to the frozen node.
     assert match(cluster, reader, keys[2:]).codes[0] == Code.UNKNOWN
+
+
+@pytest.mark.parametrize(("count", "asked_s"), [(1, 0.0), (64, 0.0), (1024, 0.0), (1024, 1.0), (1024, 0.01)])
+def test_the_deadline_follows_the_length_of_the_prompt(count: int, asked_s: float) -> None:
+    """A prompt of 1,000,000 tokens has 4,096 segments, whose lookups alone take 15 ms."""
+    cluster = calm(3, **ROOMY)
+    keys = [*placed(cluster, 1, 2, 1), *prompt("q", count - 1)]
+    reader = cluster.join(0)
+    cluster.node(1).freeze()
+    cluster.node(2).freeze()
+    limit_s = match_deadline_s(cluster.core(0).config.match_deadline_s, count)
+    limit_s = min(limit_s, asked_s or limit_s)
+    began = cluster.clock.now
+    answer(cluster, reader.processes[0], engine.Match, join_keys(keys), asked_s)
+    assert limit_s <= cluster.clock.now - began < limit_s + 0.005
 
 
 def test_the_own_directory_does_not_wait_for_the_deadline() -> None:

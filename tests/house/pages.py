@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from click.testing import CliRunner
 
+import tokenlake_server.control.server
 import tokenlake_server.daemon
 import tokenlake_server.kv_events  # noqa: F401
 from tokenlake.config import ServerConfig

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tokenlake.content import Content, block_hash, contents_of, decode_content
+from tokenlake.content import Content, block_hash, content_limit, contents_of, decode_content
 from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
@@ -33,6 +33,19 @@ def test_the_hashes_of_blocks() -> None:
     assert [block_hash(bytes(7) + b"\5" + bytes(24), block) for block in range(3)] == [5, 6, 7]
     assert block_hash(b"\xff" * 32, 1) == 0
     assert block_hash(b"\xff" * 8, 0) == (1 << 64) - 1
+
+
+def test_a_content_has_a_limit() -> None:
+    """As documented 1 KiB for 256 tokens; a layout that names many tokens gets no more than its segments have bytes."""
+    tokens = list(range(256))
+    prefix = Prefix(ROOT, 256)
+    prefix.extend(tokens)
+    longest = "n" * 200
+    for limit in (content_limit(8192, 256), content_limit(8192)):
+        (content,) = contents_of(prefix, tokens, range(1), longest, longest)
+        assert len(content) <= limit <= 1536
+    assert content_limit(16 << 10, 1 << 20) == content_limit(16 << 10) == 2048
+    assert content_limit(1 << 20, 16) == 576
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ class Peers:
         self._sender = sender
         self._stack = stack
 
+    def gauge(self) -> float:
+        """The number of requests that the shared thread served."""
+        (level,) = self._sender.gauges()
+        return level.value
+
     def connect(self, node: str, incarnation: int = 1) -> socket.socket:
         """The peer's end of a new connection."""
         listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -142,3 +147,43 @@ def test_a_send_to_a_slow_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             stop.set()
             thread.join(LIMIT_S)
+
+
+def test_without_a_free_thread_connections_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of processes of the container is reached: others still get the segments of this node."""
+    start, limit = threading.Thread.start, threading.Event()
+
+    def limited(thread: threading.Thread) -> None:
+        if limit.is_set() and thread.name.startswith("send-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def whole(sock: socket.socket) -> None:
+        """The whole answer to a request comes."""
+        request(sock)
+        left = SLOTS * SLOT_BYTES
+        while left > 0:
+            received = len(sock.recv(1 << 20))
+            assert received
+            left -= received
+
+    monkeypatch.setattr(bulk_sender, "SEND_STALL_S", 0.2)
+    with sender() as (peers, _):
+        own = peers.connect("x")
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        limit.set()
+        shared = [peers.connect(name) for name in ("x", "x", "y")]
+        for sock in (shared[2], own, shared[0], shared[1], shared[2]):
+            whole(sock)
+        wait_until(lambda: peers.gauge() == 4, "the shared thread served all but the first connection")
+        # A peer that sends a part of a request only is given up.
+        shared[0].sendall(b"\0")
+        whole(shared[1])
+        shared[2].close()
+        whole(shared[1])
+        limit.clear()
+        whole(shared[1])
+        with contextlib.suppress(ConnectionError):
+            while shared[0].recv(1 << 20):
+                pass
+        assert peers.gauge() == 6, "the connection has a thread of its own"

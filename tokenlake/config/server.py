@@ -193,7 +193,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         float,
         Setting(
             _MILLISECONDS,
-            "time that a match waits for answers of other nodes",
+            "time that a match waits for answers of other nodes, beside 20 us for each segment of the prompt",
             why="computing one segment takes longer than this, so that a wait costs less than a miss",
         ),
     ] = 20.0

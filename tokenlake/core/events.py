@@ -159,8 +159,8 @@ class LocateRequested(_Event, frozen=True, tag=16):
     tenant: str
     keys: bytes
     deadline_s: float = 0.0
-    """Maximum seconds of the lookups at other nodes; 0, or a value above `match_deadline_s`, stands for
-    `match_deadline_s`."""
+    """Maximum seconds of the lookups at other nodes; 0, or a value above the deadline of a match of
+    so many keys (`tokenlake.match_deadline`), stands for that."""
     disks: bool = False
     """True if the answer should contain the time that reads from disks take, which needs a second round of lookups."""
 

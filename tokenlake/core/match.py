@@ -59,6 +59,7 @@ from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
 from tokenlake.wire import Code, engine
@@ -318,7 +319,7 @@ class Matches:
 
     def _search(self, match: _Match) -> None:
         request, now = match.request, self._context.now
-        limit_s = self._context.config.match_deadline_s
+        limit_s = match_deadline_s(self._context.config.match_deadline_s, len(match.keys))
         if request.deadline_s > 0:
             limit_s = min(limit_s, request.deadline_s)
         wait_s = request.in_flight_wait_s

@@ -27,6 +27,7 @@ from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, PoolId, Segment
 from tokenlake.timers import Timer
@@ -127,7 +128,7 @@ class FanOut:
         recipients = self._busy(node, segments)
         if recipients is None:
             if patient:
-                self._expect(node, segments[0])
+                self._expect(node, segments)
             return _SERVE
         having = [each for each, until in recipients.until.items() if until == _DELIVERED and self._peers.usable(each)]
         if having:
@@ -156,11 +157,11 @@ class FanOut:
                 return recipients
         return None
 
-    def _expect(self, node: NodeId, segment: Segment) -> None:
+    def _expect(self, node: NodeId, segments: Sequence[Segment]) -> None:
         """Count a reader that can wait from its lookup on, because many readers may ask before the first send
         begins."""
-        recipients = self._entry(segment)
-        until = self._context.now + self._context.config.match_deadline_s
+        recipients = self._entry(segments[0])
+        until = self._context.now + match_deadline_s(self._context.config.match_deadline_s, len(segments))
         recipients.until[node] = max(until, recipients.until.get(node, 0.0))
 
     def _entry(self, segment: Segment) -> _Recipients:

@@ -34,6 +34,7 @@ from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Process
 from tokenlake.identity import ConnectionId, NodeId, SegmentKey, TenantId
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.metrics import Metric
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
@@ -313,7 +314,7 @@ class WaitingMatches:
         self._peers.call(
             directory_node,
             lambda call: wire.Lookup(call, tenant, key, "", marker_s, ring=self._context.ring_version),
-            self._context.config.match_deadline_s,
+            match_deadline_s(self._context.config.match_deadline_s, 1),
             replied,
         )
 

@@ -66,7 +66,6 @@ def gen_plans(
     """
     _check(batches, dops, instances)
     names = list(instances)
-    nodes = sorted(set(instances.values()))
     made = [Batch(tree, batch, rates) for batch in batches]
     router = router or Router(instances, tree.segment_tokens, model.segment_bytes, rates)
     waiting = np.array([router.queued(name) for name in names])
@@ -76,7 +75,7 @@ def gen_plans(
     batch_nodes = [instances[group[0]] for group in groups]
     sharers = {
         each: _sharers(tree, [batch for batch, at in zip(made, batch_nodes, strict=True) if at == each])
-        for each in nodes
+        for each in dict.fromkeys(batch_nodes)
     }
     queries = []
     for batch, node in zip(made, batch_nodes, strict=True):

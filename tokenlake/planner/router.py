@@ -140,7 +140,10 @@ class Router:
         `owners`: the nodes that have each segment, as of the last lookup; segments that are absent are at no node.
         `among`: the instances to choose from (default: all). Raises ValueError where there is none.
         """
-        starts = self.starts(request, owners, among)
+        return self.least(request, self.starts(request, owners, among))
+
+    def least(self, request: Request, starts: Sequence[Start]) -> Start:
+        """Returns that one of the starts of a request that `where` chooses."""
         if not starts:
             raise ValueError(f"request {request.name}: there is no instance to choose from")
         least = min(start.cost for start in starts)

@@ -201,7 +201,7 @@ class Lookup(_Message, frozen=True, tag=4):
     Segments that the receiver has are leased to the caller."""
 
     call: int
-    tenant: str
+    tenant: Name
     keys: bytes
     request: RequestName = ""
     marker_s: Seconds = 0.0
@@ -260,7 +260,7 @@ class RenewLease(_Message, frozen=True, tag=30):
 class MarkInFlight(_Message, frozen=True, tag=7):
     """To the directory node: an engine of the sender is computing or writing these segments."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     deadline_s: Seconds
 
@@ -268,7 +268,7 @@ class MarkInFlight(_Message, frozen=True, tag=7):
 class ClearInFlight(_Message, frozen=True, tag=8):
     """To the directory node: the sender takes back its in-flight markers of these segments."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
 
 
@@ -276,7 +276,7 @@ class Offer(_Message, frozen=True, tag=11):
     """To a node with emptier memory: the sender asks it to take over these segments."""
 
     call: int
-    tenant: str
+    tenant: Name
     keys: bytes
     depths: tuple[Index, ...]
     """Index of each segment in its prompt."""
@@ -300,7 +300,7 @@ class OfferReply(_Message, frozen=True, tag=12):
 class Owned(_Message, frozen=True, tag=13):
     """To the directory node: the sender owns these segments."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     previous: Name = ""
     """The owner that handed the segments over, whose entries in the directory are replaced; empty: none."""
@@ -311,7 +311,7 @@ class Redundant(_Message, frozen=True, tag=14):
     Also from a node to which the receiver has handed over the segments. The copy of the receiver becomes a cached
     copy."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     nodes: tuple[Name, ...]
 
@@ -320,7 +320,7 @@ class Evicted(_Message, frozen=True, tag=15):
     """The sender does not have these segments. Sent to their directory node; and to a node that reported reads of its
     copies, by the node that it took for their owner."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     rule: Name = ""
     """The rule by which the segments left the sender; empty: not known."""
@@ -335,7 +335,7 @@ class Unfound(_Message, frozen=True, tag=49):
     node by a reader, and passed on to `node`, which answers with `Evicted` for those that it does not have: a report
     about another node changes nothing by itself."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     node: Name
 
@@ -344,7 +344,7 @@ class Corrupt(_Message, frozen=True, tag=48):
     """To the source of a transfer: these segments arrived with wrong checksums. The source checks its copies again
     and drops those that are wrong."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
 
 
@@ -352,7 +352,7 @@ class ExplainMissing(_Message, frozen=True, tag=45):
     """To the directory node: an engine did not find these segments; the sender asks how they left the pool."""
 
     call: int
-    tenant: str
+    tenant: Name
     keys: bytes
 
 
@@ -376,7 +376,7 @@ class Touched(_Message, frozen=True, tag=16):
     """To the owner: copies of these segments were read at another node, or an engine there gave hints about them. The
     keys come deepest first."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     hints: Hints | None = None
     """The hints of the requests that read the copies; requests with other hints have a message of their own."""
@@ -419,7 +419,7 @@ class Pull(_Message, frozen=True, tag=20):
     """On a bulk connection: asks for the bytes of these segments. A request without keys (a probe) asks for
     `probe_bytes` bytes of any value, which show that bytes pass, or how fast."""
 
-    tenant: str
+    tenant: Name
     keys: bytes
     request: RequestName = ""
     background: bool = False

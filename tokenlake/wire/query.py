@@ -86,7 +86,7 @@ class OpenView(_Message, frozen=True, tag=2):
     connection has both."""
 
     view: int
-    tenant: str
+    tenant: Name
     layout: bytes
     keys: bytes
     nodes: Nodes

@@ -138,6 +138,10 @@ class Chooser:
             )
         except TokenizerFailed as error:
             return self._refusal(Outcome.NO_TOKENS, f"no tokens: {error}")
+        except RuntimeError as error:
+            # No thread can be started. The executor has queued the call all the same.
+            self._doors.report(place, pb.Happened(finished=name))
+            return self._refusal(Outcome.REFUSED, str(error))
         except Unreachable as error:
             return Choice(Outcome.LATE if isinstance(error, DeadlinePassed) else Outcome.UNREACHABLE)
         except TokenLakeError as error:

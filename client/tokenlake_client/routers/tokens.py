@@ -200,7 +200,10 @@ class LocalTokenizer:
             return _packed(prompt.ids)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout_at(until):
-            return await loop.run_in_executor(self._thread, self._tokens, prompt)
+            try:
+                return await loop.run_in_executor(self._thread, self._tokens, prompt)
+            except RuntimeError as error:
+                raise TokenizerFailed(str(error)) from error
 
     async def close(self) -> None:
         """End the thread after the prompt that it tokenizes now."""

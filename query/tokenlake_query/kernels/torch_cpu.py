@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class TorchKernel(Kernel):
         first `value_dim` columns of the output are the result."""
         self._padded = shape.key_dim != shape.value_dim and not shape.latent
         self._scratch: tuple[Tensor, Tensor] | None = None
-        self._workers = ThreadPoolExecutor(torch.get_num_threads(), "attention", _compute_alone)
+        self._workers = _threads()
         """The threads for several calls of torch's kernel at a time. They start on first use and end with this
         object."""
 
@@ -114,12 +115,20 @@ class TorchKernel(Kernel):
         if threads == 1:
             return _merged(self._parts(query, pieces, layer))
         shares = [pieces[first::threads] for first in range(threads)]
-        others = [self._workers.submit(self._share, query, share, layer) for share in shares[1:]]
+        others: list[Future[RunningMerge]] = []
+        try:
+            for share in shares[1:]:
+                others.append(self._workers.submit(self._share, query, share, layer))
+        except RuntimeError:
+            # No further thread can be started. The executor has queued the share all the same.
+            self._workers.shutdown(cancel_futures=True)
+            self._workers = _threads()
         try:
             with _one_thread():
                 total = self._share(query, shares[0], layer)
-                for other in others:
-                    part = other.result()
+                for share, other in zip_longest(shares[1:], others):
+                    alone = other is None or other.cancelled()
+                    part = self._share(query, share, layer) if alone else other.result()
                     total.add(part.out, part.lse)
         finally:
             # After an error too, no thread may read the slots any more.
@@ -210,6 +219,10 @@ def _merged(parts: Iterator[tuple[Tensor, Tensor]]) -> RunningMerge:
         with _one_thread(out.numel() <= ONE_THREAD):
             total.add(out, lse)
     return total
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "attention", _compute_alone)
 
 
 def _compute_alone() -> None:

@@ -53,6 +53,14 @@ class Caller(NamedTuple):
         """True for the role that may see all tenants."""
         return self.role >= role_pb2.ROLE_ADMIN
 
+    @property
+    def account(self) -> str:
+        """The name of the tenant to which the caller's calls are charged; empty for one that names none."""
+        try:
+            return self.own().name
+        except CredentialRefused:
+            return ""
+
     def own(self) -> Tenant:
         """The tenant of the caller. Raises `CredentialRefused`."""
         return self.tenants.of_caller(self.tenant, self.token)

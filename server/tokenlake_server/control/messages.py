@@ -23,7 +23,12 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = [
     "MAX_KEYS",
+    "MAX_NAME",
     "activity_message",
+    "check_name",
+    "check_size",
+    "check_work",
+    "distinct",
     "hints_of",
     "keys_of",
     "layout_message",
@@ -43,7 +48,11 @@ MAX_KEYS = 16_384
 """Limit of the segments of all prompts of one message."""
 MAX_TOKENS = 1 << 18
 """Limit of the tokens of all prompts of one message, where the daemon computes their keys."""
+MAX_PRODUCT = 1 << 20
+"""Limit of the sequences of a tree times the instances of a plan, where nodes have locations: the distance of each pair
+is calculated."""
 MAX_NAME = 256
+"""Limit of the characters of a name of a request, fleet, instance or node."""
 _WAYS = {
     Way.LOCAL: pb.WAY_LOCAL,
     Way.FETCH: pb.WAY_FETCH,
@@ -57,6 +66,14 @@ def keys_of(packed: bytes) -> list[SegmentKey]:
     if len(packed) % KEY_BYTES:
         raise ValueError(f"keys take {len(packed)} bytes, which is no multiple of {KEY_BYTES}")
     return split_keys(packed)
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises ValueError for a name that is longer than the daemon keeps."""
+    if len(name) > MAX_NAME:
+        raise ValueError(
+            f"the name of a {what} has {len(name)} characters; expected at most {MAX_NAME}: use a shorter name"
+        )
 
 
 def layout_message(layout: AnyLayout) -> pb.Layout:
@@ -100,8 +117,7 @@ def activity_message(recent: Sequence[RecentRequest], count: int) -> admin_pb2.G
 def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: Mapping[bytes, AnyLayout]) -> Request:
     """A prompt with its keys, which are computed where it has tokens. `layouts`: those of the tenant, by fingerprint.
     Raises ValueError, `LayoutRefused`, `LimitReached`."""
-    if len(prompt.name) > MAX_NAME:
-        raise ValueError(f"the name of a request has {len(prompt.name)} characters; expected at most {MAX_NAME}")
+    check_name("request", prompt.name)
     tokens = prompt.tokens
     if prompt.token_ids:
         layout = layouts.get(prompt.fingerprint)
@@ -142,6 +158,15 @@ def check_size(prompts: Sequence[pb.Prompt], segment_tokens: int) -> None:
     keys = sum(len(each.keys) // KEY_BYTES + len(each.token_ids) // 4 // segment_tokens for each in prompts)
     if keys > MAX_KEYS:
         raise LimitReached(f"prompts of {keys} segments; the limit of a message is {MAX_KEYS}")
+
+
+def check_work(tree: PrefixTree, instances: int) -> None:
+    """Raises `LimitReached` for a plan among instances with locations that would take longer than a second."""
+    if len(tree.sequences) * instances > MAX_PRODUCT:
+        raise LimitReached(
+            f"{len(tree.sequences)} sequences and {instances} instances of nodes with locations; the limit of their "
+            f"product is {MAX_PRODUCT}: plan fewer prompts, or name fewer instances in 'idle', in one call"
+        )
 
 
 def tree_message(tree: PrefixTree) -> pb.PrefixTree:

@@ -22,7 +22,7 @@ from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
-from tokenlake_server.control.messages import MAX_KEYS, activity_message, keys_of, layout_message
+from tokenlake_server.control.messages import MAX_KEYS, MAX_NAME, activity_message, check_name, keys_of, layout_message
 from tokenlake_server.control.service import Unary
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
@@ -211,6 +211,7 @@ class Admin:
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.ExplainResponse:
         """Return the tokens of a request that were found in the pool, and the reasons for those that were not."""
+        check_name("request", message.request)
         answer = await self._bridge.explain(caller.target(message.tenant).name, message.request)
         funnel = answer.funnel
         if funnel is None:
@@ -330,6 +331,7 @@ class Admin:
         tenant, digest = caller.target(message.tenant).name, message.weights_digest
         if not digest:
             raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
+        check_name("digest", digest)
         sessions, layouts = await self._bridge.call(
             lambda: (self._engines.retire(tenant, digest), self._engines.layouts(tenant))
         )
@@ -343,8 +345,13 @@ class Admin:
         """Set the least level of the messages that are logged."""
         if message.level not in LEVELS:
             raise ValueError(f"the level is {message.level!r}; expected one of {', '.join(LEVELS)}")
-        if message.logger and message.logger.partition(".")[0] not in LOGGERS:
-            raise ValueError(f"the logger is {message.logger!r}; expected one below tokenlake or tokenlake_server")
+        known = message.logger in logging.root.manager.loggerDict
+        if message.logger and not (known and message.logger.partition(".")[0] in LOGGERS):
+            # Python keeps a logger of any name that it is asked for.
+            raise ValueError(
+                f"the logger is {message.logger[:MAX_NAME]!r}; expected one of this daemon, below tokenlake or "
+                "tokenlake_server"
+            )
         logger = logging.getLogger(message.logger or None)
         previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
         logger.setLevel(message.level.upper())

@@ -16,7 +16,7 @@ from tokenlake.core.survey import MAX_LOCATED
 from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.opaque_layout import AnyLayout
-from tokenlake.planner import Rates, Request, cache_load, gen_plans, grow
+from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
 from tokenlake.wire.slots import join_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
@@ -25,6 +25,7 @@ from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.fleets import Fleet, Fleets
 from tokenlake_server.control.messages import (
     check_size,
+    check_work,
     distinct,
     hints_of,
     layout_message,
@@ -36,6 +37,7 @@ from tokenlake_server.control.messages import (
     tree_of,
 )
 from tokenlake_server.control.service import Unary
+from tokenlake_server.control.work import Work
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
 
@@ -48,14 +50,18 @@ MAX_REPORTS = 4096
 
 
 class Scheduling:
-    """The methods of the service `Scheduling`. They are called in the admin thread."""
+    """The methods of the service `Scheduling`. They are called in the admin thread; calculations, and the fleets that
+    these change, belong to the thread of `work`."""
 
-    def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener) -> None:
+    def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener, work: Work, fleets: Fleets) -> None:
         self._bridge = bridge
         self._driver = driver
         self._engines = engines
-        self._fleets = Fleets()
+        self._work = work
+        self._fleets = fleets
         self._members = Cached(lambda: bridge.call(driver.core.members))
+        self.kept_bytes: dict[str, int] = {}
+        """The bytes that are kept for the fleets of each tenant."""
         self.functions: dict[str, Unary] = {
             "GetLayouts": self.get_layouts,
             "GetPrefixTree": self.get_prefix_tree,
@@ -70,68 +76,100 @@ class Scheduling:
         """List the layouts of the tenant's engines."""
         return pb.GetLayoutsResponse(layouts=[layout_message(each) for each in await self._layouts(caller.own())])
 
-    async def get_prefix_tree(self, caller: Caller, message: pb.GetPrefixTreeRequest) -> pb.GetPrefixTreeResponse:
+    async def get_prefix_tree(self, caller: Caller, message: pb.GetPrefixTreeRequest) -> bytes:
         """The cached prefixes of some prompts, and the states of the nodes that have them."""
-        requests = await self._requests(caller.own(), message.prompts, message.segment_tokens)
-        owners, disk_s = await self._locate(
-            caller.own(), requests, message.segment_tokens, message.deadline_s, disks=True
-        )
-        tree = grow(requests, owners, message.segment_tokens, disk_s)
-        named = {node for sequence in tree.sequences for node in sequence.owners}
-        states = await self._members.get() if named else []
-        nodes = [_state(each) for each in states if each.node in named]
-        return pb.GetPrefixTreeResponse(tree=tree_message(tree), nodes=nodes)
+        tenant, segment_tokens = caller.own(), message.segment_tokens
+        requests = await self._requests(tenant, message.prompts, segment_tokens)
+        owners, disk_s = await self._locate(tenant, requests, segment_tokens, message.deadline_s, disks=True)
+        states = await self._members.get()
+
+        def work() -> bytes:
+            tree = grow(requests, owners, segment_tokens, disk_s)
+            named = {node for sequence in tree.sequences for node in sequence.owners}
+            nodes = [_state(each) for each in states if each.node in named]
+            return pb.GetPrefixTreeResponse(tree=tree_message(tree), nodes=nodes).SerializeToString()
+
+        return await self._work.run(tenant.name, work)
 
     async def get_cache_load(self, caller: Caller, message: pb.GetCacheLoadRequest) -> pb.GetCacheLoadResponse:
         """The share of each node's time for attention over cached segments."""
-        fleet, model, instances = self._fleets.update(caller.own().name, message.fleet, time.monotonic())
-        tree, rates = tree_of(message.tree, caller.own()), _rates(fleet, message)
-        load = cache_load(message.requests, tree, instances, model.layers, rates)
-        return pb.GetCacheLoadResponse(load={str(node): share for node, share in load.items()})
+        tenant = caller.own()
 
-    async def gen_plans(self, caller: Caller, message: pb.GenPlansRequest) -> pb.GenPlansResponse:
+        def work() -> pb.GetCacheLoadResponse:
+            fleet, model, instances = self._update(tenant, message.fleet, time.monotonic())
+            tree, rates = tree_of(message.tree, tenant), _rates(fleet, message)
+            load = cache_load(message.requests, tree, instances, model.layers, rates)
+            return pb.GetCacheLoadResponse(load={str(node): share for node, share in load.items()})
+
+        return await self._work.run(tenant.name, work)
+
+    async def gen_plans(self, caller: Caller, message: pb.GenPlansRequest) -> bytes:
         """Plan batches."""
-        try:
-            # In a thread the first time, because it reads many files.
-            await asyncio.to_thread(__import__, "scipy.optimize")
-        except ModuleNotFoundError:
-            expected = "pip install 'tokenlake[scheduler]' on this node: plans need scipy"
-            raise ConfigurationError("scheduler", "", expected) from None
+        tenant = caller.own()
         if len(message.batches) > MAX_BATCHES:
             raise LimitReached(f"{len(message.batches)} batches; the limit is {MAX_BATCHES}")
-        fleet, model, instances = self._fleets.update(caller.own().name, message.fleet, time.monotonic())
-        tree = tree_of(message.tree, caller.own())
-        idle = _chosen(instances, message.idle)
-        batches, dops = [list(each.requests) for each in message.batches], [each.dop for each in message.batches]
-        fleet.router.locations = {each.node: each.location for each in await self._members.get()}
-        return plans_message(gen_plans(batches, dops, tree, idle, model, _rates(fleet, message), fleet.router))
+        states = await self._members.get()
 
-    async def get_start(self, caller: Caller, message: pb.GetStartRequest) -> pb.GetStartResponse:
+        def work() -> bytes:
+            try:
+                # It reads many files the first time.
+                __import__("scipy.optimize")
+            except ModuleNotFoundError:
+                expected = "pip install 'tokenlake[scheduler]' on this node: plans need scipy"
+                raise ConfigurationError("scheduler", "", expected) from None
+            fleet, model, instances = self._update(tenant, message.fleet, time.monotonic())
+            idle = _chosen(instances, message.idle)
+            batches, dops = [list(each.requests) for each in message.batches], [each.dop for each in message.batches]
+            tree = tree_of(message.tree, tenant)
+            fleet.router.locations = {each.node: each.location for each in states}
+            if any(fleet.router.locations.values()):
+                check_work(tree, len(idle))
+            plans = gen_plans(batches, dops, tree, idle, model, _rates(fleet, message), fleet.router)
+            return plans_message(plans).SerializeToString()
+
+        return await self._work.run(tenant.name, work)
+
+    async def get_start(self, caller: Caller, message: pb.GetStartRequest) -> bytes:
         """The instance where a request starts soonest."""
         tenant, now = caller.own(), time.monotonic()
-        fleet, _, instances = self._fleets.update(tenant.name, message.fleet, now)
-        (request,) = await self._requests(tenant, [message.prompt], message.fleet.segment_tokens)
+        fleet, _, instances = await self._work.run(tenant.name, lambda: self._update(tenant, message.fleet, now))
+        segment_tokens = message.fleet.segment_tokens
+        (request,) = await self._requests(tenant, [message.prompt], segment_tokens)
         # The time on a disk is the same for each instance, so that it does not change the choice.
-        owners, _ = await self._locate(tenant, [request], message.fleet.segment_tokens, message.deadline_s, disks=False)
-        among = list(_chosen(instances, message.among))
-        fleet.router.locations = {each.node: each.location for each in await self._members.get()}
-        # The instances may have changed while the rules answered.
-        fleet.follow(instances, now)
-        starts = fleet.router.starts(request, owners, among)
-        chosen = fleet.router.where(request, owners, among)
-        if message.send:
-            fleet.chosen(request, chosen, now)
-        return pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
+        owners, _ = await self._locate(tenant, [request], segment_tokens, message.deadline_s, disks=False)
+        states = await self._members.get()
+
+        def work() -> bytes:
+            among = list(_chosen(instances, message.among))
+            fleet.router.locations = {each.node: each.location for each in states}
+            # The instances may have changed while the rules answered.
+            fleet.follow(instances, now, self._fleets.share)
+            starts = fleet.router.starts(request, owners, among)
+            chosen = fleet.router.least(request, starts)
+            if message.send:
+                fleet.chosen(request, chosen, now)
+                self._fit(tenant)
+            reply = pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
+            return reply.SerializeToString()
+
+        return await self._work.run(tenant.name, work)
 
     async def report(self, caller: Caller, message: pb.ReportRequest) -> pb.ReportResponse:
         """Record the events of requests of a fleet: sent, first token, finished."""
         if len(message.happened) > MAX_REPORTS:
             raise LimitReached(f"{len(message.happened)} reports; the limit of a message is {MAX_REPORTS}")
         tenant, now = caller.own(), time.monotonic()
-        fleet, _, _ = self._fleets.update(tenant.name, message.fleet, now)
-        for each in message.happened:
-            fleet.happened(each, tenant, message.fleet.segment_tokens, now)
-        return pb.ReportResponse(under_way=len(fleet))
+
+        def work() -> pb.ReportResponse:
+            fleet, _, _ = self._update(tenant, message.fleet, now)
+            try:
+                for each in message.happened:
+                    fleet.happened(each, tenant, message.fleet.segment_tokens, now)
+            finally:
+                self._fit(tenant)
+            return pb.ReportResponse(under_way=len(fleet))
+
+        return await self._work.run(tenant.name, work)
 
     async def hint(self, caller: Caller, message: pb.HintRequest) -> pb.HintResponse:
         """Give hints about the segments of a prompt."""
@@ -139,13 +177,26 @@ class Scheduling:
         (request,) = await self._requests(tenant, [message.prompt], message.segment_tokens)
         for at in range(0, len(request.keys), MAX_LOCATED):
             event = events.HintGiven(tenant.name, join_keys(list(request.keys[at : at + MAX_LOCATED])), hints)
-            await self._bridge.call(lambda event=event: self._driver.handle(event))  # type: ignore[misc]
+            await self._bridge.call(partial(self._driver.handle, event), tenant.name)
         return pb.HintResponse()
+
+    # -- in the thread of `work`
+
+    def _update(
+        self, tenant: Tenant, fleet: pb.Fleet, now: float | None = None
+    ) -> tuple[Fleet, Model, dict[str, NodeId]]:
+        found = self._fleets.update(tenant.name, fleet, time.monotonic() if now is None else now)
+        self.kept_bytes = self._fleets.kept_bytes
+        return found
+
+    def _fit(self, tenant: Tenant) -> None:
+        self._fleets.fit(tenant.name)
+        self.kept_bytes = self._fleets.kept_bytes
 
     # -- inside
 
     async def _layouts(self, tenant: Tenant) -> list[AnyLayout]:
-        return await self._bridge.call(lambda: self._engines.layouts(tenant.name))
+        return await self._bridge.call(lambda: self._engines.layouts(tenant.name), tenant.name)
 
     async def _requests(self, tenant: Tenant, prompts: Iterable[pb.Prompt], segment_tokens: int) -> list[Request]:
         prompts = list(prompts)
@@ -153,7 +204,9 @@ class Scheduling:
         layouts: dict[bytes, AnyLayout] = {}
         if any(each.token_ids for each in prompts):
             layouts = {bytes(each.fingerprint()): each for each in await self._layouts(tenant)}
-        return [request_of(each, segment_tokens, tenant, layouts) for each in prompts]
+        return await self._work.run(
+            tenant.name, lambda: [request_of(each, segment_tokens, tenant, layouts) for each in prompts]
+        )
 
     async def _locate(
         self, tenant: Tenant, requests: list[Request], segment_tokens: int, deadline_s: float, *, disks: bool
@@ -171,7 +224,7 @@ class Scheduling:
                 part = parts.pop()
                 packed = join_keys(part)
                 make = partial(_locate, tenant=tenant.name, keys=packed, deadline_s=deadline_s, disks=disks)
-                answer: Located = await self._bridge.ask(make)
+                answer: Located = await self._bridge.ask(make, tenant.name)
                 names = [NodeId(node) for node in answer.nodes]
                 for key, owners in zip(part, answer.owners, strict=True):
                     found[key] = tuple(names[number] for number in owners)

@@ -21,6 +21,7 @@ from google.protobuf.descriptor import FileDescriptor
 from tokenlake.config import Address, ServerConfig, parse_address
 from tokenlake.core.events import Event
 from tokenlake.errors import ConfigurationError, LimitReached
+from tokenlake.metrics import Level, Metric
 from tokenlake_proto.standard import health_pb2
 from tokenlake_proto.v1 import admin_pb2, events_pb2, role_pb2, scheduling_pb2
 from tokenlake_server.admin_thread import AdminThread
@@ -28,10 +29,23 @@ from tokenlake_server.certificates import CertificateFiles
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
+from tokenlake_server.control.fleets import Fleets
+from tokenlake_server.control.limits import ADMIN_CALLS, MAX_CALLS, MAX_MESSAGE, Calls
 from tokenlake_server.control.operations import Admin
 from tokenlake_server.control.scheduling import Scheduling
-from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, abort_with, handlers_of, require_role
+from tokenlake_server.control.service import (
+    STALL_S,
+    Context,
+    Serving,
+    Stream,
+    Unary,
+    abort_with,
+    handlers_of,
+    read,
+    require_role,
+)
 from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
+from tokenlake_server.control.work import Work
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.local_socket import prepare
@@ -44,10 +58,23 @@ __all__ = ["ControlServer"]
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE = 2 << 20
-"""Limit of the bytes of a message of a caller."""
-MAX_CALLS = 96
-"""Calls at a time, streams included; further ones are refused. Their messages take at most 192 MiB together."""
+CALLS = Metric("tokenlake_control_calls", "Calls of the control plane under way, streams included", kind="gauge")
+CALL_BYTES = Metric(
+    "tokenlake_control_call_bytes", "Bytes that are charged for messages of the control plane under way", kind="gauge"
+)
+REFUSED_CALLS = Metric(
+    "tokenlake_control_refused_calls",
+    "Calls of the control plane that were refused since the start, because too many were under way",
+    kind="gauge",
+)
+FLEET_BYTES = Metric(
+    "tokenlake_fleet_bytes",
+    "Bytes that are charged for the fleets of schedulers: instances, requests under way",
+    "tenant",
+    kind="gauge",
+)
+MAX_RPCS = MAX_CALLS + ADMIN_CALLS + 64
+"""Calls at a time before their caller is known; further ones are refused."""
 MAX_CONNECTIONS = 256
 """Connections at a time on each port; further ones are closed."""
 MAX_CALLS_PER_CONNECTION = 96
@@ -60,6 +87,11 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    # Bytes of a message that arrive before there is room for it.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    # By default the buffer of a connection grows with its messages, to 4 MiB.
+    ("grpc.experimental.tcp_max_read_chunk_size", 64 << 10),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 5000),
     ("grpc.max_connection_idle_ms", 600_000),
@@ -94,22 +126,27 @@ class ControlServer:
         self._thread = thread
         self._bridge = Bridge(driver, loop)
         engines.on_other_answer = self._bridge.answered
-        self._callers = Callers(config.cluster, tenants)
+        self._calls = Calls()
+        try:
+            self._work = Work()
+        except RuntimeError as error:
+            raise LimitReached(f"the thread of the control plane cannot be started: {error}") from error
+        serving = Serving(Callers(config.cluster, tenants), self._calls, self._work)
         self._admin = Admin(self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement)
+        self._scheduling = Scheduling(self._bridge, driver, engines, self._work, Fleets(tenants.count))
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
-            scheduling_pb2.DESCRIPTOR: Scheduling(self._bridge, driver, engines).functions,
+            scheduling_pb2.DESCRIPTOR: self._scheduling.functions,
             admin_pb2.DESCRIPTOR: self._admin.functions,
             events_pb2.DESCRIPTOR: Events(self._bridge, driver).functions,
         }
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for file, functions in services.items():
-            self._handlers |= handlers_of(file, functions, self._callers)
+            self._handlers |= handlers_of(file, functions, serving)
         names = [f"{file.package}.{name}" for file in services for name in file.services_by_name]
         health = Health(self._bridge, lambda: membership.state.known, names)
         reader = role_pb2.ROLE_READER
-        self._handlers |= handlers_of(
-            health_pb2.DESCRIPTOR, health.functions, self._callers, role=reader, package=HEALTH
-        )
+        self._handlers |= handlers_of(health_pb2.DESCRIPTOR, health.functions, serving, role=reader, package=HEALTH)
+        self._serving = serving
         self._reflection = Reflection(list(services))
         self._reflecting = 0
         for package in REFLECTION:
@@ -124,6 +161,7 @@ class ControlServer:
         try:
             self._thread.submit(self._start(config)).result(START_S)
         except BaseException:
+            self._work.close()
             self._remove_socket()
             raise
 
@@ -134,7 +172,7 @@ class ControlServer:
     # -- in the admin thread
 
     async def _start(self, config: ServerConfig) -> None:
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_RPCS)
         server.add_generic_rpc_handlers((_Handlers(self._handlers),))
         if self.socket is not None:
             previous = os.umask(0o177)
@@ -160,23 +198,33 @@ class ControlServer:
         self._server = server
 
     async def _reflect(self, questions: AsyncIterator[bytes], context: Context) -> None:
+        name = "ServerReflectionInfo"
         try:
-            require_role(self._callers, context, role_pb2.ROLE_READER, "ServerReflectionInfo")
+            caller = require_role(self._serving.callers, context, role_pb2.ROLE_READER, name)
             if self._reflecting >= MAX_WATCHES:
                 raise LimitReached(f"{MAX_WATCHES} reflection streams are under way")
             self._reflecting += 1
             try:
-                while True:
-                    async with asyncio.timeout(STALL_S):
-                        body = await anext(questions, None)
-                        if body is None:
-                            return
-                        answer = self._reflection.answer(read_question(body))
-                        await context.write(answer.SerializeToString())
+                with self._calls.call(caller) as call:
+                    while (body := await read(call, context)) is not None:
+                        answer = self._reflection.answer(read_question(body)).SerializeToString()
+                        call.end()
+                        async with asyncio.timeout(STALL_S):
+                            await context.write(answer)
             finally:
                 self._reflecting -= 1
         except Exception as error:
-            await abort_with(context, error, "ServerReflectionInfo")
+            await abort_with(context, error, name)
+
+    def gauges(self) -> list[Level]:
+        """Gauges for the metrics page."""
+        kept = self._scheduling.kept_bytes
+        return [
+            Level(CALLS, (), self._calls.under_way),
+            Level(CALL_BYTES, (), self._calls.kept_bytes),
+            Level(REFUSED_CALLS, (), self._calls.refused),
+            *(Level(FLEET_BYTES, (tenant,), nbytes) for tenant, nbytes in kept.items()),
+        ]
 
     # -- the end
 
@@ -194,6 +242,7 @@ class ControlServer:
             stopping = self._thread.submit(self._server.stop(GOODBYE_S))
             with contextlib.suppress(TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(asyncio.wrap_future(stopping), 4 * GOODBYE_S)
+        self._work.close()
         self._remove_socket()
 
     def _remove_socket(self) -> None:

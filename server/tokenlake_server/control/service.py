@@ -1,12 +1,19 @@
-"""Wraps the functions of the services for gRPC: checks the role, decodes the message, limits the time, and turns errors
-into status codes."""
+"""Wraps the functions of the services for gRPC: checks the role, limits calls and messages, decodes the message, limits
+the time, and turns errors into status codes.
+
+Every method is served as a stream of messages in both directions, which on the wire is the same: so a message is read
+when there is room for it, and a reply counts until the caller has taken it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -24,8 +31,23 @@ from tokenlake.errors import (
 )
 from tokenlake_proto.v1 import role_pb2
 from tokenlake_server.control.callers import Caller, Callers
+from tokenlake_server.control.limits import Call, Calls
+from tokenlake_server.control.parts import count_parts
+from tokenlake_server.control.work import Work
 
-__all__ = ["CALL_S", "STALL_S", "Context", "OutOfRange", "Stream", "Unary", "abort_with", "handlers_of", "require_role"]
+__all__ = [
+    "CALL_S",
+    "STALL_S",
+    "Context",
+    "OutOfRange",
+    "Serving",
+    "Stream",
+    "Unary",
+    "abort_with",
+    "handlers_of",
+    "read",
+    "require_role",
+]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +55,15 @@ CALL_S = 15.0
 """Limit of the seconds of a call that is no stream: `drain` waits 10 s for etcd."""
 STALL_S = 20.0
 """Seconds after which a stream whose reader takes nothing ends."""
-Unary = Callable[[Caller, Any], Awaitable[Message]]
+SMALL = 4096
+"""Bytes up to which a message is decoded in the admin thread."""
+CALL_BYTES, PART_BYTES = 8192, 100
+"""Bytes that are charged for a call, and for each part of its message (`count_parts`), beside three times the message:
+the objects that are made of it."""
+REPLY_BYTES = {"GetPrefixTree": (50, 4 << 20)}
+"""By method whose reply may be longer than its message: bytes of the reply per byte of the message, and the limit."""
+Unary = Callable[[Caller, Any], Awaitable[Message | bytes]]
+"""A function that returns the reply, or its encoding."""
 Stream = Callable[[Caller, Any], AsyncIterator[Message]]
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,60 +114,101 @@ async def abort_with(context: Context, error: Exception, method: str) -> None:
     if code is grpc.StatusCode.INTERNAL:
         log.error("%s failed", method, exc_info=error, extra={"kind": "control"})
         text = "the daemon failed on this call; its log has the error"
+    # gRPC keeps the error of `abort` with the call, and that error names this one as its context: a cycle, which would
+    # keep the message until the next full garbage collection.
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(code, text)
 
 
-class _Method:
-    """One method: checks the role of a caller, and decodes the bytes of the message that gRPC passes."""
+class Serving(NamedTuple):
+    """The parts of the server that all methods use."""
 
-    def __init__(self, descriptor: MethodDescriptor, callers: Callers, role: role_pb2.Role.ValueType) -> None:
+    callers: Callers
+    calls: Calls
+    work: Work
+
+
+class _Method:
+    """One method: checks the role of a caller, reads the bytes of its message and decodes them."""
+
+    def __init__(self, descriptor: MethodDescriptor, serving: Serving, role: role_pb2.Role.ValueType) -> None:
         self.name = descriptor.name
-        self._callers = callers
+        self._serving = serving
         self._role = role
+        self._kind: Any = descriptor.input_type
         self._request = GetMessageClass(descriptor.input_type)
 
-    def admit(self, context: Context, body: bytes) -> tuple[Caller, Any]:
-        """The caller and the message. Raises `CredentialRefused` and ValueError."""
-        caller = require_role(self._callers, context, self._role, self.name)
+    @contextlib.contextmanager
+    def admitted(self, context: Context) -> Iterator[tuple[Caller, Call]]:
+        """Count a call. Raises `CredentialRefused` and `LimitReached`."""
+        caller = require_role(self._serving.callers, context, self._role, self.name)
+        with self._serving.calls.call(caller) as call:
+            yield caller, call
+
+    async def message(self, call: Call, context: Context) -> Any:
+        """The message of a caller. Raises ValueError, `LimitReached` and TimeoutError."""
+        body = await read(call, context)
+        if body is None:
+            raise ValueError("the call has no message")
+        work, of = self._serving.work, call.of
+        small = len(body) <= SMALL
+        parts = len(body) // 2 if small else await work.run(of, partial(count_parts, body, self._kind))
+        factor, most = REPLY_BYTES.get(self.name, (0, 0))
+        await call.begin(CALL_BYTES + 3 * len(body) + PART_BYTES * parts + min(factor * len(body), most))
+        return self._decode(body) if small else await work.run(of, partial(self._decode, body))
+
+    def _decode(self, body: bytes) -> Message:
         try:
-            return caller, self._request.FromString(body)
+            return self._request.FromString(body)
         except DecodeError:
             raise ValueError(f"the message is not a {self._request.DESCRIPTOR.full_name}") from None
 
 
 def _unary(method: _Method, function: Unary) -> grpc.RpcMethodHandler[Any, Any]:
-    async def call(body: bytes, context: Context) -> bytes:
+    async def call(messages: AsyncIterator[bytes], context: Context) -> None:
         try:
-            caller, message = method.admit(context, body)
-            async with asyncio.timeout(CALL_S):
-                return (await function(caller, message)).SerializeToString()
+            with method.admitted(context) as (caller, own):
+                async with asyncio.timeout(CALL_S):
+                    reply = await function(caller, await method.message(own, context))
+                await _write(context, reply if isinstance(reply, bytes) else reply.SerializeToString())
         except Exception as error:
             await abort_with(context, error, method.name)
-            raise AssertionError("unreachable: abort raises") from error
 
-    return grpc.unary_unary_rpc_method_handler(call)
+    return grpc.stream_stream_rpc_method_handler(call)
 
 
 def _stream(method: _Method, function: Stream) -> grpc.RpcMethodHandler[Any, Any]:
-    async def call(body: bytes, context: Context) -> None:
+    async def call(messages: AsyncIterator[bytes], context: Context) -> None:
         try:
-            caller, message = method.admit(context, body)
-            async for each in function(caller, message):
-                try:
-                    async with asyncio.timeout(STALL_S):
-                        await context.write(each.SerializeToString())
-                except TimeoutError:
-                    raise TimeoutError(f"the reader of this stream took nothing for {STALL_S:.0f} s") from None
+            with method.admitted(context) as (caller, own):
+                async for each in function(caller, await method.message(own, context)):
+                    await _write(context, each.SerializeToString())
         except Exception as error:
             await abort_with(context, error, method.name)
 
-    return grpc.unary_stream_rpc_method_handler(call)
+    return grpc.stream_stream_rpc_method_handler(call)
+
+
+async def read(call: Call, context: Context) -> bytes | None:
+    """The next message of a caller; None after the last one."""
+    # The iterator of gRPC would keep the message for as long as the call.
+    body = await call.read(context.read)
+    return body if isinstance(body, bytes) else None
+
+
+async def _write(context: Context, message: bytes) -> None:
+    try:
+        async with asyncio.timeout(STALL_S):
+            await context.write(message)
+    except TimeoutError:
+        raise TimeoutError(f"the reader of this call took nothing for {STALL_S:.0f} s") from None
 
 
 def handlers_of(
     file: FileDescriptor,
     functions: Mapping[str, Unary] | Mapping[str, Stream] | Mapping[str, Unary | Stream],
-    callers: Callers,
+    serving: Serving,
     *,
     role: role_pb2.Role.ValueType | None = None,
     package: str = "",
@@ -148,7 +219,7 @@ def handlers_of(
     for service in file.services_by_name.values():
         for method in service.methods:
             declared = method.GetOptions().Extensions[role_pb2.role] or role or role_pb2.ROLE_UNSPECIFIED
-            wrapped = _Method(method, callers, declared)
+            wrapped = _Method(method, serving, declared)
             function: Any = functions[method.name]
             path = f"/{package or file.package}.{service.name}/{method.name}"
             make: Any = _stream if method.server_streaming else _unary

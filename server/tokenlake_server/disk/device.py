@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tokenlake.content import content_limit
 from tokenlake.core import events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskTrim, DiskWrite
@@ -403,7 +404,9 @@ class Device:
         size = len(stored.checksums)
         job.checksums[index * size : (index + 1) * size] = stored.checksums
         if stored.content:
-            self._around.contents.offer(each.tenant, [job.keys[index]], [stored.content])
+            self._around.contents.offer(
+                each.tenant, [job.keys[index]], [stored.content], content_limit(each.slot_bytes)
+            )
         return Code.LOCAL
 
     def _write_one(self, store: DiskStore, segment_io: SegmentIO, job: _Write, index: int) -> Code:

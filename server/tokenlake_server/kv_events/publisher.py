@@ -79,6 +79,13 @@ DROPPED = Metric(
     "tenant",
     kind="gauge",
 )
+LONG = Metric(
+    "tokenlake_kv_event_long_contents",
+    "Contents of segments that were dropped, because they exceed the limit of a segment: their segments are not "
+    "published",
+    "tenant",
+    kind="gauge",
+)
 REFUSED = Metric(
     "tokenlake_kv_event_refused_replays",
     "Requests of routers for a replay that were malformed, or beyond the 8 at a time",
@@ -152,6 +159,8 @@ class KvEvents(Contents):
         self._inbox_lock = threading.Lock()
         self._dropped = dict.fromkeys(self._streams, 0)
         """By tenant, the number of contents that were dropped because too many waited."""
+        self._long = dict.fromkeys(self._streams, 0)
+        """By tenant, the number of contents that were dropped because they exceed the limit of one segment."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 64)
         self._run: asyncio.Task[None] | None = None
@@ -163,10 +172,14 @@ class KvEvents(Contents):
         """The models of a tenant whose segments are published."""
         return self._models.get(tenant, ())
 
-    def offer(self, tenant: str, keys: list[SegmentKey], contents: Sequence[bytes]) -> None:
-        """Keep the contents of segments that may become READY, in the order of `keys`. Short, and never blocks."""
+    def offer(self, tenant: str, keys: list[SegmentKey], contents: Sequence[bytes], limit: int) -> None:
+        """See `Contents`."""
         if tenant not in self._streams or not contents:
             return
+        long = [content for content in contents if len(content) > limit]
+        if long:
+            self._refuse_long(tenant, len(long), max(map(len, long)), limit)
+            contents = [b"" if len(content) > limit else content for content in contents]
         size = sum(map(len, contents))
         with self._inbox_lock:
             if self._inbox_bytes + size <= MAX_INBOX_BYTES:
@@ -182,6 +195,21 @@ class KvEvents(Contents):
                 tenant,
                 MAX_INBOX_BYTES >> 20,
                 DROPPED.name,
+            )
+
+    def _refuse_long(self, tenant: str, count: int, size: int, limit: int) -> None:
+        with self._inbox_lock:
+            first = not self._long[tenant]
+            self._long[tenant] += count
+        if first:
+            log.warning(
+                "a segment of tenant '%s' is not published to routers: its engine sent %d bytes of tokens and names, "
+                "the limit is %d for a segment of this size (further ones are counted by %s): shorten the names of the "
+                "model and its adapters, or set 'segment_tokens' lower",
+                tenant,
+                size,
+                limit,
+                LONG.name,
             )
 
     def contents(self, tenant: str, keys: Sequence[SegmentKey], limit: int) -> tuple[bytes, ...]:
@@ -218,6 +246,7 @@ class KvEvents(Contents):
     def gauges(self) -> list[Level]:
         """See `Contents`."""
         found = [Level(DROPPED, (tenant,), count) for tenant, count in self._dropped.items()]
+        found += [Level(LONG, (tenant,), count) for tenant, count in self._long.items()]
         for stream in self._each():
             blocks, labels = stream.blocks, (stream.config.tenant, stream.config.model)
             found += (

@@ -14,6 +14,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, events, instructions
 from tokenlake.core.ownership import directory_node
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.match_deadline import match_deadline_s
 from tokenlake.ring_record import RingRecord
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import Code, engine, peer
@@ -239,7 +240,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
     node.handle(events.Joined(1, 1, "red", 512, 2, 16, 0, 0))
     sent = node.handle(events.PeerUp("n1", 2))
     sent += node.handle(events.Requested(1, engine.Match(2, keys[6], 0.0)))
-    sent += node.run_until(node.core.config.match_deadline_s)
+    sent += node.run_until(match_deadline_s(node.core.config.match_deadline_s, 1))
     assert not node.handle(events.Requested(1, engine.Match(3, keys[7], 0.0))), "n1 is overdue"
     assert node.core.census()["walks"] == 1
     while node.core.census()["walks"] and node.now < 0.2:

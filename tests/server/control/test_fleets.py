@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from tokenlake.config import Tenant
@@ -137,3 +139,68 @@ def test_fleets_are_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fleet(all_, name="two") is not second
     with pytest.raises(LimitReached, match="2001 instances"):
         all_.update("red", message("one", **{f"i{number}": "n0" for number in range(2000)}), 0.0)
+
+
+def test_names_have_a_length() -> None:
+    """A scheduler could make the daemon keep 2 MiB for each name."""
+    all_, long = Fleets(), "x" * 257
+    for wrong in (message(long), message("f", **{long: "n0"}), message("f", a=long)):
+        with pytest.raises(ValueError, match="257 characters"):
+            all_.update("red", wrong, 0.0)
+    assert len(all_) == 0
+    all_.update("red", message(long[1:], **{long[1:]: long[1:]}), 0.0)
+
+
+def test_a_tenant_keeps_no_more_than_its_part() -> None:
+    """Each kind of state counts: instances, requests under way, and ends of requests."""
+    all_ = Fleets(tenants=2, total=1 << 20)
+    assert all_.share == 1 << 19
+    other, _, _ = all_.update("blue", message("f"), 0.0)
+    other.sent(request("r"), start(), 0.0)
+    for number in range(40):
+        instances = {f"{at}{'i' * 200}": f"{at}{'n' * 200}" for at in range(100)}
+        one, _, _ = all_.update("red", message(f"{number}", **instances), float(number))
+        for at in range(60):
+            one.sent(request(f"r{at}", 16), start(next(iter(instances))), float(number))
+            one.happened(pb.Happened(finished=f"{at}" + "e" * 200), TENANT, 16, float(number))
+        all_.fit("red")
+        assert all_.kept_bytes["red"] <= all_.share
+        one.router.check_integrity()
+    assert all_.update("red", message("39"), 40.0)[0] is one, "the fleet in use stays"
+    assert len(other) == 1, "another tenant loses nothing"
+    with pytest.raises(LimitReached, match="limit 'fleet_bytes' of the tenant is 524288"):
+        all_.update("red", message("big", **{f"{at}{'i' * 240}": "n" * 240 for at in range(1000)}), 41.0)
+    assert all_.update("red", message("39"), 42.0)[0] is one, "a refused call changes nothing"
+
+
+def test_unused_fleets_and_instances_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_ = Fleets()
+    one, _, _ = all_.update("red", message("f", old="n0"), 0.0)
+    all_.update("blue", message("f"), 0.0)
+    one.sent(request("r"), start("old"), 10.0)
+    all_.update("red", message("f", new="n0"), fleets.IDLE_S)
+    assert set(one.router.instances) == {"old", "new"}
+    all_.update("red", message("f", new="n0"), fleets.IDLE_S + 1)
+    assert set(one.router.instances) == {"new"}
+    assert one.instance_bytes > 0
+    assert list(all_.kept_bytes) == ["red"], "a fleet that no call uses takes no memory"
+    one.leave("new")
+    assert one.instance_bytes == one.request_bytes == 0
+
+
+def test_the_charge_covers_the_memory() -> None:
+    """What is charged is at least what the objects take."""
+    keys = [f"{at}".encode().ljust(32) for at in range(6000)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        one = fleet()
+        one.follow({f"instance {at}": NodeId(f"node {at}") for at in range(500)}, 0.0)
+        for at in range(600):
+            own = tuple(SegmentKey(bytes(key)) for key in keys[at * 10 : at * 10 + 10])
+            named = Request(name=f"request {at}", keys=own, tokens=161)
+            one.sent(named, start(f"instance {at % 500}"), 0.0)
+            one.happened(pb.Happened(finished=f"end {at}"), TENANT, 16, 0.0)
+        assert tracemalloc.get_traced_memory()[0] - before <= one.kept_bytes
+    finally:
+        tracemalloc.stop()

@@ -19,7 +19,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.daemon import core_config
 from tokenlake_server.driver import Driver
-from tokenlake_server.kv_events.publisher import DROPPED, MAX_INBOX_BYTES, REFUSED, KvEvents
+from tokenlake_server.kv_events.publisher import DROPPED, LONG, MAX_INBOX_BYTES, REFUSED, KvEvents
 
 CONTENT = bytes(MAX_INBOX_BYTES // 2 + 1)
 
@@ -53,13 +53,31 @@ def test_dropped_contents(caplog: pytest.LogCaptureFixture) -> None:
             assert count(events, DROPPED.name) == 0
             # Each offer is larger than the limit.
             for number in range(3):
-                events.offer("default", [SegmentKey(bytes([number]) * 32)] * 2, [CONTENT, CONTENT])
+                events.offer("default", [SegmentKey(bytes([number]) * 32)] * 2, [CONTENT, CONTENT], len(CONTENT))
             assert count(events, DROPPED.name) == 6
 
     asyncio.run(scene())
     lines = [each.getMessage() for each in caplog.records if "not published to routers" in each.getMessage()]
     assert len(lines) == 1
     assert "'default'" in lines[0]
+
+
+def test_long_contents(caplog: pytest.LogCaptureFixture) -> None:
+    """A segment of 16 KiB could have 400 KiB of token ids, which the daemon kept for as long as the segment."""
+    stream = Stream("a")
+
+    async def scene() -> None:
+        async with published(stream) as events:
+            keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
+            for _ in range(2):
+                events.offer("default", keys, [b"x" * 100, b"x" * 101, b"x"], 100)
+            assert events.contents("default", keys, 1 << 20) == (b"x" * 100, b"", b"x")
+            assert count(events, LONG.name) == 2
+
+    asyncio.run(scene())
+    lines = [each.getMessage() for each in caplog.records if "the limit is 100" in each.getMessage()]
+    assert len(lines) == 1
+    assert "shorten the names" in lines[0]
 
 
 def test_malformed_requests(caplog: pytest.LogCaptureFixture) -> None:

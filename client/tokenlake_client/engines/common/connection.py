@@ -60,9 +60,9 @@ class Connection:
             if self._attempt is not None and self._attempt.is_alive():
                 return None
             attempt = threading.Thread(target=self._try, name="tokenlake-connect", daemon=True)
-            self._attempt = attempt
             self._retry_at = self._clock() + RETRY_S
             attempt.start()
+            self._attempt = attempt
         attempt.join(self._wait_s)
         return self._pool
 

@@ -65,8 +65,12 @@ class RankSession(Generic[P]):
             attempt = self._attempt
             if attempt is None or not attempt.is_alive():
                 attempt = threading.Thread(target=self._try, args=(target,), name="tokenlake-join", daemon=True)
+                try:
+                    attempt.start()
+                except RuntimeError:
+                    # No thread can be started: the engine goes on without the pool.
+                    return None
                 self._attempt = attempt
-                attempt.start()
         attempt.join(wait_s)
         with self._lock:
             pool = self._pool

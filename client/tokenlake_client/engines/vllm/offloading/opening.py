@@ -3,6 +3,7 @@ connection. Imports no engine."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,14 +54,21 @@ class Opening:
     def identify(self, identity: Callable[[], EngineIdentity]) -> None:
         """Call `identity` in the background thread: it returns the parts of the layout that the scheduler's side
         knows."""
-        self._identity = self._thread.submit(identity)
+        try:
+            self._identity = self._thread.submit(identity)
+        except RuntimeError:
+            # No thread can be started. The executor has queued the call all the same, which changes nothing twice.
+            self._identity = Future()
+            self._identity.set_result(identity())
 
     def reported(self, facts: Mapping[int, RankFacts], ranks: int) -> None:
         """Take the reports of some of the `ranks` ranks. The last one opens the pool."""
         complete = len(self._facts) == ranks
         self._facts.update(facts)
         if len(self._facts) == ranks and not complete:
-            self._thread.submit(self._open)
+            with contextlib.suppress(RuntimeError):
+                # Without a thread the executor opens the pool with its next call.
+                self._thread.submit(self._open)
 
     def reset(self, *, empty: bool) -> str:
         """Begin an epoch of the weights, and return its digest (`WeightsEpoch.reset`)."""
