@@ -14,21 +14,21 @@ from tokenlake.local_socket import check_place, directory_mode
 __all__ = ["listen", "listens", "prepare"]
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, setting: str = "socket") -> socket.socket:
     """Create a listening socket at `path` with mode 0660. A default directory is created where it is missing. A socket
-    that a dead daemon of this user left is replaced.
+    that a dead daemon of this user left is replaced. `setting`: the name of the path in errors.
 
     Raises `ConfigurationError` when another daemon listens there, when the file belongs to another user, and when other
     users could replace the socket.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        prepare(path, "socket")
+        prepare(path, setting)
         previous = os.umask(0o117)
         try:
             sock.bind(str(path))
         except OSError as error:
-            raise _not_created("socket", path, error) from error
+            raise _not_created(setting, path, error) from error
         finally:
             os.umask(previous)
     except ConfigurationError:

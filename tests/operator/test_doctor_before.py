@@ -134,10 +134,9 @@ def bytes_in_the_clear(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["unencrypted_beyond_loopback"] = True
 
 
-@plant("module", "tokenlake[kv-events]")
-def events_without_their_module(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.more = f"[[kv_events]]\nmodel = 'm'\nendpoint = '127.0.0.1:{reserve_port()}'"
-    patch.setitem(sys.modules, "zmq", None)
+@plant("kv-events-open", "a Unix socket is the default")
+def prompts_shown_to_the_world(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.more = f"[[kv_events]]\nmodel = 'm'\nendpoint = '0.0.0.0:{reserve_port()}'\nbeyond_loopback = true"
 
 
 @plant("advertise-loopback", "unset it where that is 'listen'")

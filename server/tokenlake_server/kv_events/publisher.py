@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
-
-import zmq
 
 from tokenlake.config import KvEventStream, ServerConfig
 from tokenlake.errors import ConfigurationError
@@ -36,6 +35,7 @@ from tokenlake_server.contents import Contents
 from tokenlake_server.driver import Driver
 from tokenlake_server.kv_events.blocks import Blocks
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
+from tokenlake_server.kv_events.listener import MAX_READERS, MAX_READERS_OF_ALL, MAX_READERS_OF_ONE, Room
 from tokenlake_server.kv_events.replay import Replay
 from tokenlake_server.kv_events.sockets import Sockets
 
@@ -86,6 +86,22 @@ REFUSED = Metric(
     "model",
     kind="gauge",
 )
+READERS = Metric(
+    "tokenlake_kv_event_readers",
+    "Connections of routers that read KV events or replays",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+REFUSED_READERS = Metric(
+    "tokenlake_kv_event_refused_readers",
+    f"Connections to the streams of KV events that were closed since the start: of users that may not read, beyond the "
+    f"limits ({MAX_READERS} at a socket, {MAX_READERS_OF_ONE} of one user or address, {MAX_READERS_OF_ALL} in all), or "
+    f"of no use",
+    "tenant",
+    "model",
+    kind="gauge",
+)
 
 POLL_S = 0.02
 """Seconds between two rounds without work."""
@@ -103,6 +119,7 @@ MAX_REPLAY_BYTES = 16 << 20
 MAX_INBOX_BYTES = 32 << 20
 """Limit of the contents that wait for a round; further ones are dropped, and their segments are not published."""
 START_S = 20.0
+ROOT = 0
 
 
 class _Stream:
@@ -124,7 +141,7 @@ class _Stream:
         payload = encode(events, self.config.encoding)
         self.replay.add(self.sequence, payload, clears=clears)
         assert self.sockets is not None
-        self.sockets.publish(self.sequence, payload)
+        self.sockets.published()
         self.sequence += 1
         self.messages += 1
 
@@ -152,8 +169,7 @@ class KvEvents(Contents):
         self._inbox_lock = threading.Lock()
         self._dropped = dict.fromkeys(self._streams, 0)
         """By tenant, the number of contents that were dropped because too many waited."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.setsockopt(zmq.MAX_SOCKETS, 64)
+        self._room = Room()
         self._run: asyncio.Task[None] | None = None
         self._thread.submit(self._start()).result(START_S)
 
@@ -226,8 +242,13 @@ class KvEvents(Contents):
                 Level(RESTATEMENTS, labels, stream.restated),
                 Level(WITHOUT_TOKENS, labels, blocks.unknown),
                 Level(OF_OTHER_LAYOUTS, labels, blocks.other_layout),
-                Level(REFUSED, labels, stream.sockets.refused if stream.sockets is not None else 0),
             )
+            if (sockets := stream.sockets) is not None:
+                found += (
+                    Level(REFUSED, labels, sockets.shared.refused),
+                    Level(READERS, labels, sockets.readers),
+                    Level(REFUSED_READERS, labels, sockets.refused_readers),
+                )
         return found
 
     def _each(self) -> Iterator[_Stream]:
@@ -239,13 +260,14 @@ class KvEvents(Contents):
     async def _start(self) -> None:
         for each in self._each():
             config = each.config
+            users = frozenset((ROOT, os.geteuid(), *config.uids))
+            assert config.endpoint is not None
             try:
-                each.sockets = Sockets(self._context, config.topic, config.endpoint, config.replay)
-            except zmq.ZMQError as error:
+                each.sockets = Sockets(config.topic, config.endpoint, config.replay, users, each.replay, self._room)
+            except ConfigurationError:
                 self._close_sockets()
-                shown = f"{config.endpoint}, {config.replay}"
-                expected = f"addresses of this machine that are free ({error})"
-                raise ConfigurationError("kv_events", shown, expected) from error
+                raise
+            _say_who_reads(config, each.sockets.endpoints, users)
         self._run = asyncio.get_running_loop().create_task(self._rounds())
 
     async def _rounds(self) -> None:
@@ -296,7 +318,8 @@ class KvEvents(Contents):
     async def _tell(self, stream: _Stream, now: float) -> None:
         sockets = stream.sockets
         assert sockets is not None
-        stream.wanted |= sockets.joined() or stream.blocks.restate_due
+        stream.wanted |= sockets.shared.wanted or stream.blocks.restate_due
+        sockets.shared.wanted = False
         events = stream.blocks.take()
         for start in range(0, len(events), PART):
             stream.send(events[start : start + PART])
@@ -309,8 +332,6 @@ class KvEvents(Contents):
                 await asyncio.sleep(RESTATE_PAUSE_S)
             ended = time.monotonic()
             stream.next_restatement = ended + max(RESTATE_S, RESTATE_REST * (ended - now))
-        for reader, start in sockets.requests():
-            stream.wanted |= not sockets.answer(reader, start, stream.replay)
 
     async def _overtaken(self) -> None:
         """The log has overtaken this thread: look at all segments."""
@@ -358,4 +379,24 @@ class KvEvents(Contents):
         for each in self._each():
             if each.sockets is not None:
                 each.sockets.close()
-        self._context.destroy(linger=0)
+
+
+def _say_who_reads(config: KvEventStream, endpoints: tuple[str, str], users: frozenset[int]) -> None:
+    where = " and ".join(each for each in endpoints if each)
+    if config.open_to_all:
+        log.warning(
+            "KV events of tenant '%s': each process of each machine that reaches %s reads the tokens of its prompts "
+            "for '%s', without encryption: 'beyond_loopback' is set",
+            config.tenant,
+            where,
+            config.model,
+        )
+    else:
+        named = ", ".join(map(str, sorted(users)))
+        log.info(
+            "KV events of tenant '%s' for '%s', with the tokens of prompts, are for uid %s at %s",
+            config.tenant,
+            config.model,
+            named,
+            where,
+        )
