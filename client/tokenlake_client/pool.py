@@ -18,7 +18,7 @@ from tokenlake.content import MAX_CONTENT_BYTES, contents_of
 from tokenlake.errors import LimitReached, TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.keys import Prefix, TokenIds, opaque_keys, root_key
+from tokenlake.keys import Prefix, Salt, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
@@ -117,7 +117,7 @@ class Pool:
         tokens: TokenIds = (),
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
         weights_digest: str | None = None,
     ) -> Prefix:
@@ -135,7 +135,7 @@ class Pool:
         engine_keys: Iterable[tuple[int, bytes]],
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         weights_digest: str | None = None,
     ) -> list[SegmentKey]:
         """The keys of segments that the engine names: (number of its cache group, its own 32-byte hash) each. The keys
