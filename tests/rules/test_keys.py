@@ -69,8 +69,6 @@ def test_the_keys_are_the_golden_vectors() -> None:
 def opaque_key(
     secret: bytes, fingerprint: Fingerprint, group: int, engine_key: bytes, salt: Salt = None, **parts: str
 ) -> SegmentKey:
-    secret: bytes, fingerprint: Fingerprint, group: int, engine_key: bytes, salt: Salt = None, **parts: str
-) -> SegmentKey:
     (key,) = opaque_keys(secret, fingerprint, [(group, engine_key)], salt=salt, **parts)
     return key
 
