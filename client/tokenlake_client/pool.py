@@ -27,7 +27,7 @@ from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake_client.arguments import index, packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
-from tokenlake_client.grants import Grants
+from tokenlake_client.grants import Grants, closed_with_arrays
 from tokenlake_client.heartbeat import HeartbeatThread, PendingHeartbeat, Wake
 from tokenlake_client.lease import Lease
 from tokenlake_client.link import Connector, Link
@@ -41,6 +41,8 @@ __all__ = ["Pool"]
 
 log = logging.getLogger(__name__)
 
+MAX_CLOSED = 64
+"""Limit of the closed pools of a process that wait for their arrays and writes; each keeps a session at its daemon."""
 RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
 """Seconds of the first pause and of the longest one between attempts to store while the write budget is used up; each
 pause is twice the one before."""
@@ -61,6 +63,11 @@ class Pool:
         """Made by `connect`."""
         layout = connector.layout
         layout.check()
+        if (count := closed_with_arrays()) >= MAX_CLOSED:
+            raise LimitReached(
+                f"{count} closed pools of this process have arrays or writes that are alive, which keep their "
+                "sessions: drop these before another pool is opened"
+            )
         self.deadlines = connector.deadlines
         self._process = os.getpid()
         self._grants = Grants(connector.connect(session))
@@ -180,7 +187,7 @@ class Pool:
     def begin_heartbeat(self) -> PendingHeartbeat:
         """Send a heartbeat without waiting for its reply. For callers of a match that waits for another engine: the
         daemon does not answer the match meanwhile, and a heartbeat shows that it is alive. Raises `Unreachable`."""
-        return PendingHeartbeat(self.link)
+        return PendingHeartbeat(self._grants.open_link)
 
     def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
@@ -229,7 +236,7 @@ class Pool:
         sent = _that_fit(keys, contents)
         joined, told = packed(keys[:sent]), tuple(contents[:sent])
         while True:
-            link = self.link
+            link = self._grants.open_link
             reply = link.call(
                 lambda number: engine.Prepare(number, joined, first, name, hints, told),
                 engine.Prepared,
@@ -295,7 +302,7 @@ class Pool:
         deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
         self._grants.sweep()
         sent = _that_fit(keys, contents)
-        link, joined, name = self.link, packed(keys[:sent]), self._request_name(request)
+        link, joined, name = self._grants.open_link, packed(keys[:sent]), self._request_name(request)
         told = tuple(contents[:sent])
         reply = link.call(
             lambda number: engine.Prepare(number, joined, first, name, hints, told), engine.Prepared, deadline_s
@@ -373,8 +380,9 @@ class Pool:
 
     def close(self) -> None:
         """Leave the session. Idempotent. Arrays that are alive stay readable, and so do the slots of a write that was
-        neither committed nor aborted: the daemon quarantines their slots until this process ends. A pool that is
-        garbage is closed when the last of its leases, writes and arrays is collected."""
+        neither committed nor aborted, which still may be: the pool leaves with the last of them, and keeps its session
+        until then. A process opens no pool while `MAX_CLOSED` closed ones wait for theirs. A pool that is garbage is
+        closed when the last of its leases, writes and arrays is collected."""
         if self._process != os.getpid():
             # A forked child must not end the session of its parent.
             return
@@ -382,6 +390,7 @@ class Pool:
         # Wait for the copies of `put` that are under way: the daemon may reuse their slots after `Grants.close`.
         self._put_executor.shutdown()
         self._grants.close()
+        self._heartbeat.wake()
 
     def _request_name(self, request: str | None) -> str:
         return f"{self._name}-{next(self._requests)}" if request is None else request[:MAX_REQUEST_NAME]
