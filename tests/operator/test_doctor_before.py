@@ -266,8 +266,15 @@ def file_in_place_of_the_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> N
 
 @plant("socket-directory", "chmod go-w")
 def replaceable_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    (node.directory / "open").mkdir()
+    (node.directory / "open" / "in").mkdir(parents=True)
     (node.directory / "open").chmod(0o777)
+    node.settings["socket"] = str(node.directory / "open" / "in" / "n1.sock")
+
+
+@plant("socket-shared", "of one pod")
+def socket_in_a_directory_of_all(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    (node.directory / "open").mkdir()
+    (node.directory / "open").chmod(0o2777)
     node.settings["socket"] = str(node.directory / "open" / "n1.sock")
 
 
