@@ -84,6 +84,8 @@ class Pool:
         self._put_executor = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-put")
         self._name = secrets.token_hex(4)
         self._requests = itertools.count(1)
+        self._unpublished: object = None
+        """The life of the last link over which the daemon was told that it publishes other models."""
 
     @classmethod
     def connect(
@@ -158,7 +160,14 @@ class Pool:
         by them. Empty unless the daemon publishes the segments of `model`, the name under which the engine serves it.
         `tokens`: those of the prompt from the first one on. `adapter`: the name that requests use. Only for a prompt
         that its tokens and the adapter determine: one without `salt` and `extras` of its own."""
-        return contents_of(prefix, tokens, segments, model, adapter) if model in self.link.published else ()
+        link = self.link
+        if model in link.published:
+            return contents_of(prefix, tokens, segments, model, adapter)
+        if model and link.published and link.life != self._unpublished:
+            self._unpublished = link.life
+            with contextlib.suppress(TokenLakeError):
+                link.channel.tell(engine.Unpublished(model[: engine.MAX_MODEL]))
+        return ()
 
     def _fingerprint(self, weights_digest: str | None) -> Fingerprint:
         layout = self._state.layout

@@ -334,6 +334,7 @@ class Daemon:
         disks, membership = self.disk.states, _with_refusals(self.membership.state, unproven)
         counts = self.engines.engines, self.engines.processes
         snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks, unproven)
+        snapshot.streams = self.contents.streams()
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),

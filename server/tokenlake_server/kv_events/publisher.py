@@ -28,10 +28,11 @@ from typing import TypeVar
 from tokenlake.config import KvEventStream, ServerConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.log_lines import one_line
 from tokenlake.metrics import Level, Metric
 from tokenlake.store import Cursor, State
 from tokenlake_server.admin_thread import AdminThread
-from tokenlake_server.contents import Contents
+from tokenlake_server.contents import Contents, StreamState
 from tokenlake_server.driver import Driver
 from tokenlake_server.kv_events.blocks import Blocks
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
@@ -118,6 +119,8 @@ MAX_REPLAY_BYTES = 16 << 20
 """Limit of the bytes of the messages that a stream keeps: about 13,000 stored segments of 256 tokens."""
 MAX_INBOX_BYTES = 32 << 20
 """Limit of the contents that wait for a round; further ones are dropped, and their segments are not published."""
+MAX_UNPUBLISHED = 16
+"""Limit of the names of models of each tenant that are remembered because no stream has them."""
 START_S = 20.0
 ROOT = 0
 
@@ -170,6 +173,8 @@ class KvEvents(Contents):
         self._dropped = dict.fromkeys(self._streams, 0)
         """By tenant, the number of contents that were dropped because too many waited."""
         self._room = Room()
+        self._unpublished: dict[str, dict[str, None]] = {tenant: {} for tenant in self._streams}
+        """By tenant, the names under which its engines serve models that no stream has."""
         self._run: asyncio.Task[None] | None = None
         self._thread.submit(self._start()).result(START_S)
 
@@ -230,6 +235,40 @@ class KvEvents(Contents):
     def endpoints(self) -> list[tuple[str, str]]:
         """For each stream, in the order of the settings, the ZMQ endpoints of its events and of its replays."""
         return [each.sockets.endpoints for each in self._each() if each.sockets is not None]
+
+    def unpublished(self, tenant: str, model: str) -> None:
+        """See `Contents`."""
+        names, model = self._unpublished.get(tenant), one_line(model)
+        if names is None or model in names or len(names) >= MAX_UNPUBLISHED:
+            return
+        names[model] = None
+        log.warning(
+            "routers are told of no segment of the engines of tenant '%s' that serve '%s': its streams of KV events "
+            "are for '%s'",
+            tenant,
+            model,
+            "', '".join(self.models(tenant)),
+        )
+
+    def streams(self) -> list[StreamState]:
+        """See `Contents`."""
+        return [self._state(each) for each in self._each()]
+
+    def _state(self, stream: _Stream) -> StreamState:
+        config, blocks, problem, cure = stream.config, stream.blocks, "", ""
+        names = self._unpublished[config.tenant]
+        if blocks.uneven:
+            problem = f"segments have {blocks.uneven} tokens, no multiple of 'block_tokens' = {config.block_tokens}"
+            cure = "set 'block_tokens' of the stream to the blocks of the router, a divisor of 'segment_tokens'"
+        elif names and not blocks.published:
+            listed = ", ".join(f"'{name}'" for name in names)
+            problem = f"no engine serves '{config.model}'; engines of tenant '{config.tenant}' serve {listed}"
+            cure = (
+                "set 'model' of the stream to that name (the first of vLLM's `--served-model-name`, or `--model`), or "
+                "add a stream for it"
+            )
+        readers = 0 if stream.sockets is None else stream.sockets.readers
+        return StreamState(config.tenant, config.model, config.block_tokens, blocks.published, readers, problem, cure)
 
     def gauges(self) -> list[Level]:
         """See `Contents`."""

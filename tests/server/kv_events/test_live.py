@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,6 +34,8 @@ from tests.server.kv_events.scene import (
 )
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
+from tokenlake_operator.doctor.running import check_node
+from tokenlake_operator.nodes import Node as OperatorNode
 from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
@@ -346,3 +349,33 @@ def test_a_message_is_one_that_vllm_decodes() -> None:
         events = [event for each in payloads for event in msgspec.msgpack.decode(each, type=Batch).events]
         stored = {each.block_hashes[0]: each for each in events if isinstance(each, Stored)}
         assert [token for each in stored.values() for token in each.token_ids] == tokens
+
+
+def seen(node: Node) -> tuple[int, list[str]]:
+    """The published segments of the only stream, and what `doctor` finds about it."""
+    with Control.local(node.socket.with_suffix(".control"), call_s=LIMIT_S) as control:
+        answers = OperatorNode(node.name, control, control.status(), control.cluster(), 0.0, 0.0)
+        (stream,) = answers.status.kv_events
+        found = list(check_node(answers))
+        return stream.segments, [f"{each.problem}: {each.cure}" for each in found if each.check == "kv-events-unseen"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"model": "a/typo"}, f"no engine serves 'a/typo'; engines of tenant 'default' serve '{MODEL}': set 'model'"),
+        ({"block_tokens": 7}, "segments have 16 tokens, no multiple of 'block_tokens' = 7: set 'block_tokens'"),
+    ],
+)
+def test_a_stream_in_which_routers_see_nothing(given: dict[str, Any], found: str) -> None:
+    """`doctor` and `status` say why, by name; where routers see segments there is no finding."""
+    with publishing(**given) as (cluster, _), cluster.connect(0, LAYOUT) as pool:
+        assert seen(cluster.nodes[0]) == (0, [])
+        store(pool, Prompts().new())
+        until(True, lambda: any(found in each for each in seen(cluster.nodes[0])[1]))
+        assert seen(cluster.nodes[0])[0] == 0
+    with publishing() as (cluster, _), cluster.connect(0, LAYOUT) as pool:
+        store(pool, Prompts(1).new(), "another")
+        store(pool, Prompts(2).new())
+        until(True, lambda: seen(cluster.nodes[0])[0] > 0)
+        assert not seen(cluster.nodes[0])[1]
