@@ -182,7 +182,8 @@ class Doors:
         late only begins that look."""
         if isinstance(error, DeadlinePassed):
             place.door.late(error)
-            self._doubt.set()
+            if place.door.usable:
+                self._doubt.set()
         else:
             place.door.failed(error)
         self._tell(place.door)
