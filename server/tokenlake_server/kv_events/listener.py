@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from tokenlake_server.repeated_warning import RepeatedWarning
 from tokenlake_server.start_errors import address_error
 
 __all__ = ["MAX_READERS", "MAX_READERS_OF_ALL", "MAX_READERS_OF_ONE", "Listener", "Room"]
+
+_LINGER_0 = struct.pack("ii", 1, 0)
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +109,7 @@ class Listener:
         try:
             who = self._who(sock)
         except ProtocolRefused as error:
-            sock.close()
+            _reset(sock)
             self.refuse("user", str(error))
             return
         limits = (
@@ -116,7 +119,7 @@ class Listener:
         )
         for count, limit, what in limits:
             if count >= limit:
-                sock.close()
+                _reset(sock)
                 self.refuse("limit", f"{limit} connections of {what}, which is the limit")
                 return
         sock.setblocking(False)
@@ -184,6 +187,12 @@ class Listener:
             task.cancel()
         for reader in list(self.readers):
             reader.close()
+
+
+def _reset(sock: socket.socket) -> None:
+    """Close a connection so that the other side gets an error, and no end of a stream."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+    sock.close()
 
 
 def _listen(address: Address | str) -> socket.socket:
