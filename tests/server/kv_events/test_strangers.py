@@ -85,8 +85,8 @@ def test_a_reader_at_a_unix_socket(tmp_path: Path) -> None:
 def test_another_user_reads_what_it_may(uids: list[int]) -> None:
     """At a port of loopback the kernel says whose connection it is; nothing is sent to a stranger."""
     program = (
-        "import socket, sys\ns = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
-        "try: print(len(s.recv(64)))\nexcept ConnectionError: print('reset')"
+        "import socket, sys\n"
+        "try: print(len(socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(64)))\nexcept ConnectionError: print('reset')"
     )
     with publishing(uids=uids) as (cluster, (stream,)):
         for endpoint in (stream.events, stream.replay):
@@ -122,7 +122,8 @@ def test_the_limit_of_one_user(stream: tuple[Node, Stream]) -> None:
             sock.sendall(HELLO + SUBSCRIBE)
         until(MAX_READERS_OF_ONE, lambda: figure(node, "readers"))
         for _ in range(5):
-            with dial(each.endpoints[0]) as further:
+            # The reset may come before the end of the connect.
+            with contextlib.suppress(ConnectionError), dial(each.endpoints[0]) as further:
                 assert is_closed(further)
         until(5, lambda: figure(node, "refused_readers"))
         assert figure(node, "readers") == MAX_READERS_OF_ONE
