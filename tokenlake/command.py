@@ -42,7 +42,7 @@ BENCH = "tokenlake-bench"
 """Name of the Python distribution with the benchmarks, which a node does not need."""
 IN_A_CLONE = "(in a clone of the repository: pip install . ./bench)"
 BENCH_COMMANDS = ("demo", "bench", "workload")
-DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf", "zmq": "pyzmq"}
+DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf"}
 """By module, the distribution that has it, where the names differ."""
 EXTRAS_OF_PACKAGES = {"tokenlake_server": ("server",), "tokenlake_operator": ("server", "control")}
 """By package, the extras of `tokenlake` that its commands need."""

@@ -5,7 +5,9 @@
     root   = blake2b-256(key = tenant secret, MessagePack [fingerprint, adapter id, salt])
     key[i] = blake2b-256(key[i-1] | token ids of segment i, uint32 little-endian | length-prefixed extras)
 
-So a key depends on the tenant, the layout, the adapter, the salt and every token up to the segment's end.
+So a key depends on the tenant, the layout, the adapter, the salt and every token up to the segment's end. A salt is a
+text, that of an engine, or the pair of an engine's and a request's: as an array in the MessagePack it is no text, so
+that a request cannot choose a salt that is the one of an engine, or of another pair.
 
 The tail of a prompt, the tokens behind its last full segment, has a key of its own kind. It is stored for the engine
 that decodes the prompt, and no other request looks it up::
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import Fingerprint, SegmentKey
 
-__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "opaque_keys", "probe", "root_key"]
+__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "Salt", "TokenIds", "opaque_keys", "probe", "root_key"]
 
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
@@ -39,10 +41,11 @@ MAX_SECRET_BYTES = 64
 
 TokenIds = Sequence[int] | NDArray[np.integer]
 
+Salt = str | None | tuple[str | None, str]
+"""The salt of an engine, or (that of the engine, that of the request)."""
 
-def root_key(
-    secret: bytes, fingerprint: Fingerprint, adapter: str | None = None, salt: str | None = None
-) -> SegmentKey:
+
+def root_key(secret: bytes, fingerprint: Fingerprint, adapter: str | None = None, salt: Salt = None) -> SegmentKey:
     """The parent of the first segment's key. `secret`: 1 to 64 bytes, the tenant's own."""
     body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt])
     return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
@@ -53,7 +56,7 @@ def opaque_keys(
     fingerprint: Fingerprint,
     engine_keys: Iterable[tuple[int, bytes]],
     adapter: str | None = None,
-    salt: str | None = None,
+    salt: Salt = None,
 ) -> list[SegmentKey]:
     """The keys of segments with an opaque layout. `engine_keys`: (group, engine key) of each: the number of the
     engine's cache group, 0 to 2**32 - 1, and the engine's hash of the segment's tokens and of everything before them,

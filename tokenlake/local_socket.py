@@ -7,6 +7,10 @@ The path of a socket does not identify the process that listens. A client sends 
    where a user can rename and remove only its own entries;
 2. to a process that listens as a trusted user (SO_PEERCRED: the user of the process when it called listen).
 
+The directory of the socket itself may be one that others can write, as a volume (emptyDir) that the containers of a pod
+share: they can take the socket away, and another process of theirs is recognised by 2. This holds only for a connection
+whose other end is checked, and not where a library connects by the path.
+
 Trusted users are root, the client's own user, the configured one, and in `SYSTEM_DIRECTORY` its owner: only root can
 create that directory, and gives it to the user of the service.
 
@@ -32,6 +36,7 @@ __all__ = [
     "directory_mode",
     "first_reachable",
     "no_daemon",
+    "others_write",
     "sockets_to_try",
     "trusted_users",
 ]
@@ -91,9 +96,10 @@ def trusted_users(path: str, uid: int, given: int | None, look: Look) -> frozens
     return frozenset(trusted)
 
 
-def check_place(path: str, trusted: frozenset[int], look: Look, follow: Callable[[str], str]) -> None:
+def check_place(path: str, trusted: frozenset[int], look: Look, follow: Callable[[str], str], shared: str = "") -> None:
     """Raises `ListenerUntrusted` if an untrusted user could replace the file at `path`, absolute, or a directory on the
-    way to it; passes on the errors of `look`. `follow` is `os.readlink`."""
+    way to it; passes on the errors of `look`. `follow` is `os.readlink`. `shared`: a directory that others may write,
+    because the caller checks the process that listens."""
     at, links = "/", 0
     left = ["/", *path.split("/")][::-1]
     while left:
@@ -115,12 +121,17 @@ def check_place(path: str, trusted: frozenset[int], look: Look, follow: Callable
             at = "/" if target.startswith("/") else at
             left += target.split("/")[::-1]
             continue
-        if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        if others_write(found) and here != shared:
             raise ListenerUntrusted(
                 f"directory {here} can be written by other users, who could make any process answer as the daemon at "
-                f"{path}: take the right away (chmod go-w {here}), or have the daemon listen elsewhere (`socket`)"
+                f"{path}: take the right away (chmod go-w {here}), or have the daemon listen elsewhere"
             )
         at = here
+
+
+def others_write(directory: os.stat_result) -> bool:
+    """True for a directory whose group or others can rename and remove the entries of its owner."""
+    return bool(stat.S_ISDIR(directory.st_mode) and directory.st_mode & 0o022 and not directory.st_mode & stat.S_ISVTX)
 
 
 def check_listener(path: str, uid: int, trusted: frozenset[int]) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.keys import Prefix, TokenIds
+from tokenlake.keys import Prefix, Salt, TokenIds
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
@@ -90,7 +90,7 @@ class MeasuredPool:
         """The name of the daemon's node; see `CachePool`."""
         return self._pool.node
 
-    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: Salt = None) -> Prefix:
         """Returns the keys of a prompt's segments; see `CachePool`."""
         return self._pool.prefix(tokens, adapter=adapter, salt=salt)
 

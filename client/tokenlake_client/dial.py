@@ -28,19 +28,22 @@ _CREDENTIALS = struct.Struct("3i")
 """The credentials of a process at a Unix socket: its pid, uid and gid."""
 
 
-def dial(path: Path | None, daemon_uid: int | None, timeout_s: float) -> tuple[socket.socket, Path]:
+def dial(
+    path: Path | None, daemon_uid: int | None, timeout_s: float, *, by_path: bool = False
+) -> tuple[socket.socket, Path]:
     """A socket that is connected to a trusted process (`tokenlake.local_socket`), and its path. Nothing has been sent.
-    `path`, `daemon_uid`: as of `tokenlake_client.link.Connector`.
+    `path`, `daemon_uid`: as of `tokenlake_client.link.Connector`. `by_path`: the caller will connect to the path again,
+    so that no other user may be able to change it.
 
     Raises `Unreachable`; `ListenerUntrusted` where another user listens, or could.
     """
     if path is not None:
-        return _dial(str(path), daemon_uid, timeout_s), path
+        return _dial(str(path), daemon_uid, timeout_s, by_path), path
     places = sockets_to_try(os.environ, DEFAULT_NODE, os.geteuid())
     return first_reachable(places, lambda place: (_dial(place, daemon_uid, timeout_s), Path(place)), os.listdir)
 
 
-def _dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
+def _dial(path: str, daemon_uid: int | None, timeout_s: float, by_path: bool = True) -> socket.socket:
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -48,7 +51,8 @@ def _dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
     try:
         absolute = os.path.abspath(path)
         trusted = trusted_users(absolute, os.geteuid(), daemon_uid, os.lstat)
-        check_place(absolute, trusted, os.lstat, os.readlink)
+        shared = "" if by_path else os.path.dirname(absolute)
+        check_place(absolute, trusted, os.lstat, os.readlink, shared)
         sock.settimeout(timeout_s)
         sock.connect(path)
         _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

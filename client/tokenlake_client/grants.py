@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 
@@ -26,7 +28,7 @@ from tokenlake.wire import engine
 from tokenlake_client.channel import Pending
 from tokenlake_client.link import Link
 
-__all__ = ["Grants", "LeaseHold"]
+__all__ = ["Grants", "LeaseHold", "closed_with_arrays"]
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class Grants:
         self.lock = threading.RLock()
         self._link = link
         self._closed = False
+        self._left = False
+        """True once the daemon was told that the pool has left, or its connection was dropped."""
         self._ended_pins: deque[tuple[LeaseHold, int, int]] = deque()
         self._pins = 0
         self._fillings = 0
@@ -119,9 +123,21 @@ class Grants:
         return self._link
 
     @property
+    def open_link(self) -> Link:
+        """The current link, for a request for something new. Raises `Unreachable` when the pool was closed."""
+        if self._closed:
+            raise Unreachable("the pool was closed")
+        return self._link
+
+    @property
     def closed(self) -> bool:
         """True once the pool was closed: the daemon grants it no lease and no write any more."""
         return self._closed
+
+    @property
+    def left(self) -> bool:
+        """True once the connection of a closed pool has ended, because nothing of it accesses leased slots."""
+        return self._left
 
     @property
     def accesses(self) -> int:
@@ -136,7 +152,7 @@ class Grants:
         """Use `link` from now on. If it does not resume the session (another `Link.life`), all grants are dropped: they
         ended with the session."""
         with self.lock:
-            if self._closed:
+            if self._left:
                 self._leave(link)
                 return
             self._return_orphans()
@@ -176,14 +192,28 @@ class Grants:
         return current
 
     def close(self) -> None:
-        """Leave the daemon: the pool gets no lease and no write any more. The daemon keeps the slots of arrays that are
-        alive. Idempotent."""
+        """The pool gets no lease and no write any more, and its leases are released. It leaves the daemon now or, where
+        arrays over leased slots or writes are alive, with the last of them: `leave_if_free`. Idempotent."""
         with self.lock:
             if self._closed:
                 return
-            self.sweep()
             self._closed = True
-            self._leave(self._link)
+            if not self.leave_if_free():
+                _closed_with_arrays.add(self)
+                for hold in [hold for holds in self._leases.values() for hold in holds]:
+                    self._give_back(hold, 0, hold.release(0, len(hold.pins)))
+                self.sweep()
+
+    def leave_if_free(self, *, lost: bool = False) -> bool:
+        """Leave the daemon if the pool is closed and nothing of it accesses leased slots. `lost`: also where something
+        may, because the daemon has ended, or no code is left that could tell when the access ends; the daemon keeps the
+        slots until the process ends. Returns whether the pool has left."""
+        with self.lock:
+            self.sweep()
+            if self._closed and not self._left and (lost or not self.accesses):
+                self._left = True
+                self._leave(self._link)
+            return self._left
 
     def close_unless_pinned(self) -> bool:
         """Close the connections of a pool that was garbage-collected, unless arrays over leased slots are alive; these
@@ -192,8 +222,8 @@ class Grants:
             self.sweep()
             if self._pins:
                 return False
-            self.close()
-            return True
+            self._closed = True
+            return self.leave_if_free(lost=True)
 
     def _leave(self, link: Link) -> None:
         if not self.accesses and not link.channel.broken:
@@ -204,7 +234,7 @@ class Grants:
         link.leave()
 
     def _is_current(self, link: Link) -> bool:
-        return not self._closed and link.life == self._link.life
+        return not self._left and link.life == self._link.life
 
     # -- leases
 
@@ -417,7 +447,7 @@ class Grants:
         """Send the collected messages that give back the items and writes that no object holds. Never waits, never
         raises."""
         with self.lock:
-            if self._closed:
+            if self._left:
                 return
             self._unpin_ended()
             while self._collected:
@@ -469,6 +499,16 @@ class Grants:
                 self._aborts.append(reply.write)
             elif isinstance(reply, engine.RegionClosed):
                 self._link.regions.drop(reply.region)
+
+
+_closed_with_arrays: weakref.WeakSet[Grants] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_closed_with_arrays.clear)
+
+
+def closed_with_arrays() -> int:
+    """The number of closed pools of this process that are still known to their daemons, because arrays over leased
+    slots, or writes, are alive."""
+    return sum(not each.leave_if_free() for each in list(_closed_with_arrays))
 
 
 def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:

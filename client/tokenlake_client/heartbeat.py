@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
 """Seconds between two attempts to reach a daemon that does not listen."""
-COLLECT_S = 0.05
-"""Seconds between two checks, after the pool was garbage-collected, whether its arrays are collected too."""
+COLLECT_S, LONGEST_COLLECT_S = 0.05, 0.5
+"""Seconds between two checks, after the pool was closed or garbage-collected, whether its arrays are collected too: at
+first, and at most; each time is twice the one before."""
 
 
 class Wake:
@@ -82,13 +83,25 @@ class HeartbeatThread(threading.Thread):
         """The last warning about a listener that is not trusted. Each such text is logged as a warning once."""
         self._keeper = weakref.ref(keeper, lambda _: wake())
 
+    def wake(self) -> None:
+        """End the pause of the thread, because the pool was closed."""
+        self._wake()
+
     def run(self) -> None:
-        """Send heartbeats and reconnect until the pool is closed or collected."""
-        while not self._grants.closed:
+        """Send heartbeats and reconnect until the pool has left: it is closed or collected, and so are its arrays."""
+        collect_s, beat_at = COLLECT_S, 0.0
+        while not self._grants.left:
             if self._keeper() is None and self._grants.close_unless_pinned():
                 return
+            ends = self._grants.closed or self._keeper() is None
+            if ends and (self._grants.leave_if_free() or time.monotonic() < beat_at):
+                self._wake.wait(collect_s, self._grants.link.channel)
+                self._wake.forget()
+                collect_s = min(2 * collect_s, LONGEST_COLLECT_S)
+                continue
             try:
                 self._beat()
+                beat_at = time.monotonic() + self._grants.link.heartbeat_s
             except DeadlinePassed as error:
                 log.debug("heartbeat: %s", error)
             except TokenLakeError as error:
@@ -101,12 +114,13 @@ class HeartbeatThread(threading.Thread):
                 # Without this thread the pool would never reconnect.
                 log.exception("the heartbeat failed and is repeated")
             link = self._grants.link
-            if link.channel.broken and not self._grants.closed:
+            if link.channel.broken and not self._grants.left:
                 # The next daemon may need the memory that this process maps of the last one.
                 link.forget()
+                beat_at = 0.0
                 time.sleep(RECONNECT_S)
-            else:
-                self._wake.wait(link.heartbeat_s if self._keeper() is not None else COLLECT_S, link.channel)
+            elif not ends:
+                self._wake.wait(link.heartbeat_s, link.channel)
             self._wake.forget()
 
     def _beat(self) -> None:
@@ -133,6 +147,8 @@ class HeartbeatThread(threading.Thread):
             link = self._connector.connect(SessionId(0))
         except Unreachable:
             previous.detach()
+            # A closed pool asks the next daemon for nothing.
+            self._grants.leave_if_free(lost=True)
             raise
         self._grants.switch_to(link)
         if link.life != previous.life:

@@ -100,7 +100,7 @@ class PendingMatch:
         self._began = time.monotonic()
         self._parts: list[Matched] = []
         self._lease: Lease | None = None
-        self._link = state.grants.link
+        self._link = state.grants.open_link
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: match of %d segments", request, len(keys))
         self._ask(deadline_s)

@@ -18,7 +18,7 @@ from tokenlake.content import MAX_CONTENT_BYTES, contents_of
 from tokenlake.errors import LimitReached, TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.keys import Prefix, TokenIds, opaque_keys, root_key
+from tokenlake.keys import Prefix, Salt, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
 from tokenlake.match_deadline import match_deadline_s
 from tokenlake.opaque_layout import AnyLayout, understood
@@ -28,7 +28,7 @@ from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake_client.arguments import index, packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
-from tokenlake_client.grants import Grants
+from tokenlake_client.grants import Grants, closed_with_arrays
 from tokenlake_client.heartbeat import HeartbeatThread, PendingHeartbeat, Wake
 from tokenlake_client.lease import Lease
 from tokenlake_client.link import Connector, Link
@@ -42,6 +42,8 @@ __all__ = ["Pool"]
 
 log = logging.getLogger(__name__)
 
+MAX_CLOSED = 64
+"""Limit of the closed pools of a process that wait for their arrays and writes; each keeps a session at its daemon."""
 RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
 """Seconds of the first pause and of the longest one between attempts to store while the write budget is used up; each
 pause is twice the one before."""
@@ -62,6 +64,11 @@ class Pool:
         """Made by `connect`."""
         layout = connector.layout
         layout.check()
+        if (count := closed_with_arrays()) >= MAX_CLOSED:
+            raise LimitReached(
+                f"{count} closed pools of this process have arrays or writes that are alive, which keep their "
+                "sessions: drop these before another pool is opened"
+            )
         self.deadlines = connector.deadlines
         self._process = os.getpid()
         self._grants = Grants(connector.connect(session))
@@ -78,6 +85,8 @@ class Pool:
         self._put_executor = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-put")
         self._name = secrets.token_hex(4)
         self._requests = itertools.count(1)
+        self._unpublished: object = None
+        """The life of the last link over which the daemon was told that it publishes other models."""
 
     @classmethod
     def connect(
@@ -118,7 +127,7 @@ class Pool:
         tokens: TokenIds = (),
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
         weights_digest: str | None = None,
     ) -> Prefix:
@@ -136,7 +145,7 @@ class Pool:
         engine_keys: Iterable[tuple[int, bytes]],
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         weights_digest: str | None = None,
     ) -> list[SegmentKey]:
         """The keys of segments that the engine names: (number of its cache group, its own 32-byte hash) each. The keys
@@ -152,7 +161,14 @@ class Pool:
         by them. Empty unless the daemon publishes the segments of `model`, the name under which the engine serves it.
         `tokens`: those of the prompt from the first one on. `adapter`: the name that requests use. Only for a prompt
         that its tokens and the adapter determine: one without `salt` and `extras` of its own."""
-        return contents_of(prefix, tokens, segments, model, adapter) if model in self.link.published else ()
+        link = self.link
+        if model in link.published:
+            return contents_of(prefix, tokens, segments, model, adapter)
+        if model and link.published and link.life != self._unpublished:
+            self._unpublished = link.life
+            with contextlib.suppress(TokenLakeError):
+                link.channel.tell(engine.Unpublished(model[: engine.MAX_MODEL]))
+        return ()
 
     def _fingerprint(self, weights_digest: str | None) -> Fingerprint:
         layout = self._state.layout
@@ -182,7 +198,7 @@ class Pool:
     def begin_heartbeat(self) -> PendingHeartbeat:
         """Send a heartbeat without waiting for its reply. For callers of a match that waits for another engine: the
         daemon does not answer the match meanwhile, and a heartbeat shows that it is alive. Raises `Unreachable`."""
-        return PendingHeartbeat(self.link)
+        return PendingHeartbeat(self._grants.open_link)
 
     def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> Lease:
         """Hold a lease that another process of this session made, given by all its `ids`. The returned lease has no
@@ -231,7 +247,7 @@ class Pool:
         sent = _that_fit(keys, contents)
         joined, told = packed(keys[:sent]), tuple(contents[:sent])
         while True:
-            link = self.link
+            link = self._grants.open_link
             reply = link.call(
                 lambda number: engine.Prepare(number, joined, first, name, hints, told),
                 engine.Prepared,
@@ -297,7 +313,7 @@ class Pool:
         deadline_s = self.deadlines.call_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
         self._grants.sweep()
         sent = _that_fit(keys, contents)
-        link, joined, name = self.link, packed(keys[:sent]), self._request_name(request)
+        link, joined, name = self._grants.open_link, packed(keys[:sent]), self._request_name(request)
         told = tuple(contents[:sent])
         reply = link.call(
             lambda number: engine.Prepare(number, joined, first, name, hints, told), engine.Prepared, deadline_s
@@ -375,8 +391,9 @@ class Pool:
 
     def close(self) -> None:
         """Leave the session. Idempotent. Arrays that are alive stay readable, and so do the slots of a write that was
-        neither committed nor aborted: the daemon quarantines their slots until this process ends. A pool that is
-        garbage is closed when the last of its leases, writes and arrays is collected."""
+        neither committed nor aborted, which still may be: the pool leaves with the last of them, and keeps its session
+        until then. A process opens no pool while `MAX_CLOSED` closed ones wait for theirs. A pool that is garbage is
+        closed when the last of its leases, writes and arrays is collected."""
         if self._process != os.getpid():
             # A forked child must not end the session of its parent.
             return
@@ -384,6 +401,7 @@ class Pool:
         # Wait for the copies of `put` that are under way: the daemon may reuse their slots after `Grants.close`.
         self._put_executor.shutdown()
         self._grants.close()
+        self._heartbeat.wake()
 
     def _request_name(self, request: str | None) -> str:
         return f"{self._name}-{next(self._requests)}" if request is None else request[:MAX_REQUEST_NAME]

@@ -1,13 +1,14 @@
-"""The salt of a prompt whose engine and request both have one."""
+"""The salt of a prompt whose engine and request may both have one."""
 
 from __future__ import annotations
+
+from tokenlake.keys import Salt
 
 __all__ = ["joined_salt"]
 
 
-def joined_salt(ours: str | None, theirs: str | None) -> str | None:
-    """One salt made of the engine's (`ours`) and the request's (`theirs`). Different pairs give different salts.
-    Engines and routers must make the same salt of a pair: the keys of all segments depend on it."""
-    if ours is None or theirs is None:
-        return theirs if ours is None else ours
-    return f"{len(ours)}:{ours}{theirs}"
+def joined_salt(ours: str | None, theirs: str | None) -> Salt:
+    """The salt made of the engine's (`ours`) and the request's (`theirs`). Different pairs give different salts, and a
+    request with a salt never gets the salt of an engine alone. Engines and routers must make the same salt of a pair:
+    the keys of all segments depend on it."""
+    return ours if theirs is None else (ours, theirs)

@@ -60,6 +60,8 @@ def _print(nodes: Sequence[Node], findings: Iterable[Finding], silent: Mapping[s
     print_rows(COLUMNS, _rows(nodes, cluster.members), title)
     if any(node.status.disks for node in nodes):
         print_rows(DISK_COLUMNS, _disk_rows(nodes), "disks")
+    if any(node.status.kv_events for node in nodes):
+        print_rows(STREAM_COLUMNS, _stream_rows(nodes), "KV events for routers")
     print_findings(findings)
     for name, reason in silent.items():
         click.echo(f"{name} was not asked: {reason}")
@@ -83,6 +85,14 @@ COLUMNS = (
 )
 
 DISK_COLUMNS = ("node", "path", "state", "size", "used", "segments")
+STREAM_COLUMNS = ("node", "tenant", "model", "block tokens", "segments published", "routers connected")
+
+
+def _stream_rows(nodes: Iterable[Node]) -> Iterable[tuple[str, ...]]:
+    for node in nodes:
+        for each in node.status.kv_events:
+            counts = f"{each.block_tokens}", f"{each.segments:,}", f"{each.readers}"
+            yield node.name, each.tenant, each.model, *counts
 
 
 def _disk_rows(nodes: Iterable[Node]) -> Iterable[tuple[str, ...]]:

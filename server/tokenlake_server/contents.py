@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tokenlake.identity import SegmentKey
 from tokenlake.metrics import Level
 
-__all__ = ["Contents"]
+__all__ = ["Contents", "StreamState"]
+
+
+class StreamState(NamedTuple):
+    """The state of a stream of KV events, for operators."""
+
+    tenant: str
+    model: str
+    block_tokens: int
+    segments: int
+    """Segments that routers were told of."""
+    readers: int
+    """Connections of routers."""
+    problem: str
+    """Why routers see no segment; empty where nothing is known to be wrong."""
+    cure: str
 
 
 class Contents:
@@ -26,6 +42,14 @@ class Contents:
         """The contents of READY segments, to be sent to another node with their bytes: of the first of `keys`, or of
         none; empty where one is not known. `limit`: most bytes in all. May be called from any thread."""
         return ()
+
+    def unpublished(self, tenant: str, model: str) -> None:
+        """An engine of the tenant serves its model under a name whose segments are not published. Short. Called on the
+        control loop."""
+
+    def streams(self) -> list[StreamState]:
+        """The streams of KV events. Called on the control loop."""
+        return []
 
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""

@@ -44,6 +44,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener, EngineSettings
 from tokenlake_server.event_log import Recorder
 from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.kv_events import KvEvents
 from tokenlake_server.membership import Account, Members, Membership, MembershipState, open_membership, static_members
 from tokenlake_server.metrics_page import (
     CERTIFICATE_BEGIN,
@@ -334,6 +335,7 @@ class Daemon:
         disks, membership = self.disk.states, _with_refusals(self.membership.state, unproven)
         counts = self.engines.engines, self.engines.processes
         snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks, unproven)
+        snapshot.streams = self.contents.streams()
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
             *self.engines.gauges(),
@@ -593,14 +595,7 @@ def _control(
 
 def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:
     """The streams of KV events; where none is set, the daemon wants no contents."""
-    if not config.kv_events:
-        return Contents()
-    try:
-        from tokenlake_server.kv_events import KvEvents  # pyzmq is an extra
-    except ModuleNotFoundError as error:
-        shown = ", ".join(map(str, config.kv_events))
-        raise ModuleMissing("kv_events", shown, error.name, "kv-events") from error
-    return KvEvents(config, thread, loop, driver)
+    return KvEvents(config, thread, loop, driver) if config.kv_events else Contents()
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:

@@ -126,6 +126,7 @@ class EngineListener:
             engine.OpenRegion: self._open_region,
             engine.OpenQuery: self._open_query,
             engine.Explain: self._explain,
+            engine.Unpublished: self._unpublished,
             engine.Bye: self._bye,
         }
         self._sock = listen(settings.path)
@@ -508,6 +509,10 @@ class EngineListener:
         self._driver.handle(
             events.ExplainRequested(connection.number, tenant, msgspec.structs.replace(message, token=None))
         )
+
+    def _unpublished(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Unpublished)
+        self._contents.unpublished(connection.tenant, message.model)
 
     def _bye(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Bye)

@@ -9,26 +9,31 @@ import stat
 from pathlib import Path
 
 from tokenlake.errors import ConfigurationError, ListenerUntrusted
-from tokenlake.local_socket import check_place, directory_mode
+from tokenlake.local_socket import check_place, directory_mode, others_write
 
-__all__ = ["listen", "listens", "prepare"]
+__all__ = ["ENGINES", "is_shared", "listen", "listens", "prepare"]
+
+ENGINES = "socket"
+"""The setting of the socket whose clients check the process that listens, so that its directory may be one that others
+can write."""
+ENTER_AND_WRITE = os.W_OK | os.X_OK
 
 
-def listen(path: Path) -> socket.socket:
+def listen(path: Path, setting: str = ENGINES) -> socket.socket:
     """Create a listening socket at `path` with mode 0660. A default directory is created where it is missing. A socket
-    that a dead daemon of this user left is replaced.
+    that a dead daemon of this user left is replaced. `setting`: the name of the path in errors.
 
     Raises `ConfigurationError` when another daemon listens there, when the file belongs to another user, and when other
     users could replace the socket.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        prepare(path, "socket")
+        prepare(path, setting)
         previous = os.umask(0o117)
         try:
             sock.bind(str(path))
         except OSError as error:
-            raise _not_created("socket", path, error) from error
+            raise _not_created(setting, path, error) from error
         finally:
             os.umask(previous)
     except ConfigurationError:
@@ -64,9 +69,18 @@ def _prepare(path: Path, setting: str) -> None:
             # socket's group decides which of them may connect.
             directory.chmod(mode)
     try:
-        check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
+        shared = str(directory) if setting == ENGINES else ""
+        check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink, shared)
     except ListenerUntrusted as error:
         raise ConfigurationError(setting, str(path), f"a path that no other user can change: {error}") from error
+    if not os.access(directory, ENTER_AND_WRITE, effective_ids=True):
+        raise ConfigurationError(
+            setting,
+            str(path),
+            f"a path in a directory that uid {user} can write, which {directory} is not: run `chown {user} "
+            f"{directory}` as root (a hostPath that Kubernetes made belongs to root: an initContainer can do it), or "
+            "run the daemon as its owner",
+        )
     try:
         found = absolute.lstat()
     except FileNotFoundError:
@@ -86,6 +100,14 @@ def _prepare(path: Path, setting: str) -> None:
                 "a path where no daemon listens; the daemon of this node runs already, or another one has this path",
             )
         path.unlink()
+
+
+def is_shared(path: str) -> bool:
+    """True for the path of a socket in a directory in which other users can rename and remove it."""
+    try:
+        return others_write(os.stat(os.path.dirname(os.path.abspath(path))))
+    except OSError:
+        return False
 
 
 def listens(path: str) -> bool:

@@ -36,6 +36,7 @@ from tokenlake.identity import TenantId
 from tokenlake.metrics import BOUNDS_S, Level, Metric
 from tokenlake.store import Kind
 from tokenlake.wire import supervision
+from tokenlake_server.contents import StreamState
 from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.peer_states import PEER_STATES, PeerState
@@ -154,6 +155,8 @@ class Snapshot:
         self.membership = membership
         self.disks = disks
         """The devices of the disk tier, by number."""
+        self.streams: Sequence[StreamState] = ()
+        """The streams of KV events."""
         self.disk_usage = core.disk_usage()
         self.engines = engines
         self.processes = processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import sys
@@ -11,13 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tokenlake.config import ServerConfig
-from tokenlake.errors import LimitReached, TokenLakeError
+import msgspec
+
+from tokenlake.config import DEFAULT, ServerConfig
+from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError
+from tokenlake.local_socket import default_socket
 from tokenlake_server import allocator, garbage_collector
 from tokenlake_server.arena import Arena
 from tokenlake_server.available_memory import require_memory
 from tokenlake_server.daemon import Daemon
-from tokenlake_server.local_socket import prepare
+from tokenlake_server.local_socket import ENGINES, is_shared, prepare
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import require_directory
 
@@ -69,6 +73,28 @@ def _raise_descriptor_limit(config: ServerConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _out_of_a_shared_directory(config: ServerConfig, origin: Mapping[str, str]) -> ServerConfig:
+    """Where others can write the directory of the engines' socket, its clients check the process that listens; those of
+    the control socket connect by its path. So its default is then the directory of this user; or it is turned off."""
+    if not is_shared(config.socket):
+        return config
+    log.warning(
+        "other users can write the directory of %s and take the socket away: engines check the process that listens",
+        config.socket,
+    )
+    if not config.control_socket or origin.get("control_socket", DEFAULT) != DEFAULT:
+        return config
+    own = default_socket(os.environ, config.node, os.geteuid()).removesuffix(".sock") + ".control"
+    try:
+        prepare(Path(own), "control_socket")
+    except ConfigurationError as error:
+        log.warning("this node has no control plane: %s; set 'control_socket'", error)
+        own = ""
+    else:
+        log.warning("the control socket is %s", own)
+    return msgspec.structs.replace(config, control_socket=own)
+
+
 def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
     """Handle SIGTERM where `drain_s` is set: the first one drains the node, another one ends the daemon at once."""
     loop = asyncio.get_running_loop()
@@ -117,7 +143,8 @@ async def run(
     if config.state_directory:
         require_directory("state_directory", config.state_directory)
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
-    prepare(Path(config.socket), "socket")
+    prepare(Path(config.socket), ENGINES)
+    config = _out_of_a_shared_directory(config, origin)
     require_memory(config.memory, config.regions if config.huge_pages else 0)
     _raise_descriptor_limit(config)
     loop = asyncio.get_running_loop()

@@ -17,6 +17,7 @@ from tests.robustness.live import (
     PATIENT,
     PATIENT_S,
     Prompt,
+    daemons,
     match,
     outcomes,
     read,
@@ -24,11 +25,11 @@ from tests.robustness.live import (
     total,
     wait_until,
 )
-from tokenlake.errors import DeadlinePassed, Unreachable
+from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
 from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
-from tokenlake_client.grants import END, Grants, LeaseHold
+from tokenlake_client.grants import END, Grants, LeaseHold, closed_with_arrays
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -58,6 +59,92 @@ def test_nothing_is_granted_after_close(cluster: Cluster) -> None:
         with pytest.raises(Unreachable, match="closed"):
             attempt()
     lease.release()
+
+
+def sessions(cluster: Cluster) -> float:
+    return cluster.nodes[0].metrics()['tokenlake_map_entries{map="sessions"}']
+
+
+def test_a_closed_pool_leaves_with_its_last_array(cluster: Cluster) -> None:
+    """Its leases are released at once, and what the arrays do not cover may be reused."""
+    prompt = Prompt(3, 8)
+    pool = cluster.connect(0, LAYOUT)
+    store(pool, prompt)
+    lease = match(pool, prompt)
+    arrays = lease.fetch(0, 2)
+    pool.close()
+    pool.close()
+    wait_until(lambda: cluster.nodes[0].metrics()['tokenlake_map_entries{map="leases"}'] == 1, "it keeps the lease")
+    for attempt in (lease.fetch, lambda: pool.match([]), lambda: pool.store(pool.prefix(prompt.tokens).keys)):
+        with pytest.raises(Unreachable, match="closed"):
+            attempt()
+    fill_from_another_pool(cluster)
+    assert prompt.wrong(arrays) == 0
+    assert (sessions(cluster), processes(cluster)) == (1, 1)
+    del arrays
+    wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+    lease.release()
+
+
+def test_a_closed_pool_leaves_with_its_last_write(cluster: Cluster) -> None:
+    pool = cluster.connect(0, LAYOUT)
+    prompt = Prompt(4, 2)
+    write = pool.store(pool.prefix(prompt.tokens).keys)
+    pool.close()
+    assert sessions(cluster) == 1
+    for index, array in write.slots:
+        prompt.fill(index, array)
+    assert set(write.commit()) == {Code.COMMITTED}
+    del write, array
+    wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+
+
+def test_a_closed_pool_outlives_a_broken_connection(cluster: Cluster) -> None:
+    """It resumes its session, so that the daemon hears of the end of its arrays."""
+    prompt = Prompt(5, 4)
+    pool = cluster.connect(0, LAYOUT)
+    store(pool, prompt)
+    arrays = match(pool, prompt).fetch()
+    pool.close()
+    pool.link.channel.close()
+    wait_until(lambda: pool.connected, "it resumed the session")
+    fill_from_another_pool(cluster)
+    assert prompt.wrong(arrays) == 0
+    del arrays
+    wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+
+
+def test_a_closed_pool_leaves_a_dead_daemon() -> None:
+    """Its arrays keep their bytes, and its thread ends."""
+    with daemons(1) as cluster:
+        prompt = Prompt(6, 4)
+        pool = cluster.connect(0, LAYOUT)
+        store(pool, prompt)
+        arrays = match(pool, prompt).fetch()
+        pool.close()
+        cluster.nodes[0].kill()
+        wait_until(lambda: not pool._heartbeat.is_alive(), "its thread has ended")
+        assert prompt.wrong(arrays) == 0
+
+
+def test_the_limit_of_closed_pools(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose closed pools wait for their arrays opens no further ones; those of other processes are served."""
+    monkeypatch.setattr("tokenlake_client.pool.MAX_CLOSED", 3)
+    wait_until(lambda: closed_with_arrays() == 0, "none is left of earlier tests")
+    prompt, kept = Prompt(7, 4), []
+    with cluster.connect(0, LAYOUT) as first:
+        store(first, prompt)
+    for _ in range(3):
+        pool = cluster.connect(0, LAYOUT)
+        kept.append(match(pool, prompt).fetch())
+        pool.close()
+    with pytest.raises(LimitReached, match="3 closed pools of this process"):
+        cluster.connect(0, LAYOUT)
+    kept.pop()
+    wait_until(lambda: closed_with_arrays() == 2, "one has left")
+    cluster.connect(0, LAYOUT).close()
+    kept.clear()
+    wait_until(lambda: sessions(cluster) == 0, "all left")
 
 
 def test_close_while_another_thread_fetches(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from tokenlake.content import contents_of
 from tokenlake.errors import Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
-from tokenlake.keys import Prefix, TokenIds
+from tokenlake.keys import Prefix, Salt, TokenIds
 from tokenlake.wire import Code
 from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
@@ -155,7 +155,7 @@ class FakePool:
         tokens: TokenIds = (),
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
         weights_digest: str | None = None,
     ) -> Prefix:

@@ -71,7 +71,8 @@ def test_each_tenant_has_its_part_of_the_sessions() -> None:
     for connection, tenant in enumerate(("red", "red", "red", "blue", "blue", "blue"), 1):
         cluster.node(0).deliver(events.Joined(connection, 1, tenant, 64, 2, 16, 0, 0))
     refused = [i.message.reason for i in said(cluster, 0, instructions.Answer) if isinstance(i.message, engine.Failed)]
-    assert refused == [f"tenant '{name}' has 2 sessions, its part of 'max_sessions' of 5" for name in ("red", "blue")]
+    expected = [f"tenant '{name}' has 2 sessions, its part of 'max_sessions' of 5" for name in ("red", "blue")]
+    assert [text.partition(";")[0] for text in refused] == expected
     cluster.node(0).deliver(events.ProcessGone(1))
     cluster.node(0).deliver(events.Joined(7, 1, "red", 64, 2, 16, 0, 0))
     assert cluster.core(0).census()["sessions"] == 4

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
+from tokenlake.keys import Salt
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake.wire import Code
 from tokenlake_client.match import MatchOptions
@@ -78,7 +79,7 @@ class ChunkPools:
         engine_keys: Iterable[tuple[int, bytes]],
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         weights_digest: str | None = None,
     ) -> list[SegmentKey]:
         named = [(group, key, adapter, salt, weights_digest) for group, key in engine_keys]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenlake.errors import Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.keys import Prefix, TokenIds, root_key
+from tokenlake.keys import Prefix, Salt, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.pool import CacheLease, CachePool
@@ -55,7 +55,7 @@ class MemoryPool:
         if call in self.broken:
             raise self.error(f"{call} is broken")
 
-    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: Salt = None) -> Prefix:
         self.fail("prefix")
         prefix = Prefix(root_key(SECRET, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens)
         prefix.extend(tokens)

@@ -149,7 +149,6 @@ def test_without_the_benchmarks_their_commands_name_the_package(
         ("tokenlake_server.cli:serve", "prometheus_client", "'tokenlake[server]'"),
         ("tokenlake_server.cli:serve", "torch", "'tokenlake[server,transformers]'"),
         ("tokenlake_server.cli:serve", "unheard_of", "'tokenlake[server]'"),
-        ("tokenlake_server.cli:serve", "zmq", "'tokenlake[server,kv-events]'"),
         ("tokenlake_operator.status:status", "grpc", "'tokenlake[server,control]'"),
         ("tokenlake_operator.status:status", "google", "'tokenlake[server,control]'"),
         ("tokenlake_operator.explain:explain", "rich", "'tokenlake[server,control]'"),

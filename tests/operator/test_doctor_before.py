@@ -135,10 +135,9 @@ def bytes_in_the_clear(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["unencrypted_beyond_loopback"] = True
 
 
-@plant("module", "tokenlake[kv-events]")
-def events_without_their_module(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.more = f"[[kv_events]]\nmodel = 'm'\nendpoint = '127.0.0.1:{reserve_port()}'"
-    patch.setitem(sys.modules, "zmq", None)
+@plant("kv-events-open", "a Unix socket is the default")
+def prompts_shown_to_the_world(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    node.more = f"[[kv_events]]\nmodel = 'm'\nendpoint = '0.0.0.0:{reserve_port()}'\nbeyond_loopback = true"
 
 
 @plant("advertise-loopback", "unset it where that is 'listen'")
@@ -260,8 +259,15 @@ def file_in_place_of_the_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> N
 
 @plant("socket-directory", "chmod go-w")
 def replaceable_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    (node.directory / "open").mkdir()
+    (node.directory / "open" / "in").mkdir(parents=True)
     (node.directory / "open").chmod(0o777)
+    node.settings["socket"] = str(node.directory / "open" / "in" / "n1.sock")
+
+
+@plant("socket-shared", "of one pod")
+def socket_in_a_directory_of_all(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    (node.directory / "open").mkdir()
+    (node.directory / "open").chmod(0o2777)
     node.settings["socket"] = str(node.directory / "open" / "n1.sock")
 
 

@@ -18,18 +18,34 @@ def test_a_stream_and_its_defaults() -> None:
     assert (stream.medium, stream.encoding) == ("CPU", "map")
 
 
+def test_a_stream_is_read_at_a_unix_socket_by_default() -> None:
+    """Beside the socket of engines, for the daemon's user and root, and for those that the file names."""
+    (stream,) = load("socket = '/run/x/tokenlake-a.sock'\n[[kv_events]]\nmodel = 'm'\nuids = [1001]").config.kv_events
+    assert (stream.endpoint, stream.replay, stream.uids) == ("/run/x/tokenlake-a.kv", None, (1001,))
+    (named,) = load(STREAM.replace("127.0.0.1:5557", "ipc:///run/x/kv")).config.kv_events
+    assert named.endpoint == "/run/x/kv"
+    assert not stream.open_to_all
+
+
 def test_tokens_leave_the_machine_by_consent_only() -> None:
     """The tokens of prompts leave the machine only where the file says so."""
     beyond = STREAM.replace("127.0.0.1", "0.0.0.0")
     with pytest.raises(ConfigurationError, match="beyond_loopback = true.*tokens of prompts"):
         load(beyond)
-    assert load(beyond + "beyond_loopback = true").config.kv_events[0].endpoint.host == "0.0.0.0"
+    (stream,) = load(beyond + "beyond_loopback = true").config.kv_events
+    assert stream.endpoint == Address("0.0.0.0", 5557)
+    assert stream.open_to_all
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[[kv_events]]\nmodel = 'm'", "a model and an endpoint"),
+        ("[[kv_events]]\nendpoint = '127.0.0.1:5557'", "a model each"),
+        ("[[kv_events]]\nmodel = 'a'\n[[kv_events]]\nmodel = 'b'", "an 'endpoint' of its own"),
+        (STREAM.replace("127.0.0.1:5557", "ipc://relative"), "ipc:///PATH or IP:PORT"),
+        (STREAM.replace("127.0.0.1:5557", "/" + "x" * 107), "at most 107 bytes"),
+        ("socket = '/run/a.sock'\n[[kv_events]]\nmodel = 'm'\nendpoint = '/run/a.sock'", "is given twice"),
+        (STREAM + "uids = ['nobody']", "user ids"),
         (STREAM + "block_tokens = 0", "block_tokens"),
         (STREAM + "medium = 'GPU'", "medium"),
         (STREAM + "encoding = 'xml'", "encoding"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.identity import Fingerprint, SegmentKey
-from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, opaque_keys, probe, root_key
+from tokenlake.keys import KEY_BYTES, Prefix, Salt, TokenIds, opaque_keys, probe, root_key
 
 SECRET = b"tenant a's secret"
 FINGERPRINT = Fingerprint(bytes(range(32)))
@@ -66,8 +66,10 @@ def test_the_keys_are_the_golden_vectors() -> None:
     assert [key.hex() for key in keys_of(TOKENS, extras={1: [b"image", b""]})] == KEYS_WITH_EXTRAS
 
 
-def opaque_key(secret: bytes, fingerprint: Fingerprint, group: int, engine_key: bytes, **parts: str) -> SegmentKey:
-    (key,) = opaque_keys(secret, fingerprint, [(group, engine_key)], **parts)
+def opaque_key(
+    secret: bytes, fingerprint: Fingerprint, group: int, engine_key: bytes, salt: Salt = None, **parts: str
+) -> SegmentKey:
+    (key,) = opaque_keys(secret, fingerprint, [(group, engine_key)], salt=salt, **parts)
     return key
 
 
@@ -118,6 +120,15 @@ def test_each_part_of_the_identity_changes_the_root() -> None:
     assert len(roots) == 7
     chains = [keys_of(TOKENS, root=root) for root in sorted(roots)]
     assert len({key for chain in chains for key in chain}) == 7 * 3
+
+
+def test_a_request_cannot_choose_the_salt_of_another() -> None:
+    """Pairs of an engine's and a request's salt: no two of them have one root, whatever texts they are."""
+    texts = [None, "", "a", "ab", "b", "1:a", "1:ab", "2:ab", "null", "[null,'a']", "\0a"]
+    salts: list[Salt] = [*texts, *((ours, theirs) for ours in texts for theirs in texts if theirs is not None)]
+    assert len({root_key(SECRET, FINGERPRINT, salt=salt) for salt in salts}) == len(salts)
+    opaque = {opaque_key(SECRET, FINGERPRINT, 0, ENGINE_KEY, salt=salt) for salt in salts}
+    assert len(opaque) == len(salts)
 
 
 def test_the_probe_depends_on_secret_and_layout() -> None:

@@ -55,8 +55,8 @@ class Files:
         mode, uid = self.files[path]
         return os.stat_result((mode, 0, 0, 1, uid, 0, 0, 0, 0, 0))
 
-    def check(self, path: str, given: int | None = None) -> None:
-        check_place(path, trusted_users(path, ME, given, self.look), self.look, self.links.__getitem__)
+    def check(self, path: str, given: int | None = None, shared: str = "") -> None:
+        check_place(path, trusted_users(path, ME, given, self.look), self.look, self.links.__getitem__, shared)
 
 
 @pytest.fixture
@@ -217,3 +217,21 @@ def test_the_error_names_the_sockets_beside() -> None:
     ), "a socket that does not answer is not named as another"
     directories["/own"] = [f"tokenlake-{number:02}.sock" for number in range(20)]
     assert "/own/tokenlake-07.sock, ...; connect" in no_daemon(tried, names)
+
+
+def test_a_socket_in_a_volume_that_a_pod_shares(files: Files) -> None:
+    """Its directory belongs to root and all can write it. The directories above, and the owner of the socket, are
+    checked as elsewhere."""
+    files.directory("/pod", 0, 0o2777)
+    files.directory("/theirs", OTHER, 0o777)
+    files.directory("/pod/in", 0)
+    path = files.socket("/pod/s", ME)
+    with pytest.raises(ListenerUntrusted, match="chmod go-w /pod"):
+        files.check(path)
+    files.check(path, shared="/pod")
+    with pytest.raises(ListenerUntrusted, match="/pod/others belongs to uid 1001"):
+        files.check(files.socket("/pod/others", OTHER), shared="/pod")
+    with pytest.raises(ListenerUntrusted, match="/theirs belongs to uid 1001"):
+        files.check(files.socket("/theirs/s", ME), shared="/theirs")
+    with pytest.raises(ListenerUntrusted, match="chmod go-w /pod"):
+        files.check(files.socket("/pod/in/s", ME), shared="/pod/in")

@@ -7,14 +7,17 @@ import errno
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tokenlake import local_socket as rules
-from tokenlake.errors import ConfigurationError
+from tokenlake.config import ServerConfig
+from tokenlake.errors import ConfigurationError, ListenerUntrusted
 from tokenlake_client.dial import dial
-from tokenlake_server.local_socket import listen
+from tokenlake_server.local_socket import listen, prepare
+from tokenlake_server.running import _out_of_a_shared_directory
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
@@ -99,3 +102,44 @@ def test_a_default_directory_ignores_the_umask(tmp_path: Path, monkeypatch: pyte
     finally:
         os.umask(before)
     assert "can be created" in refused(tmp_path / "other" / "s"), "no other directory is made"
+
+
+@as_root
+def test_a_directory_that_the_user_cannot_write() -> None:
+    """As a hostPath that Kubernetes made: the error names the cure."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.chmod(place, 0o755)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(ConfigurationError, match=f"chown {NOBODY} {place}"):
+                listen(Path(place) / "s")
+        finally:
+            os.seteuid(0)
+
+
+def test_a_directory_that_a_pod_shares(tmp_path: Path) -> None:
+    """An emptyDir: engines check the process that listens; what connects by the path alone does not trust it."""
+    path = tmp_path / "volume" / "tokenlake-a.sock"
+    path.parent.mkdir()
+    path.parent.chmod(0o2777)
+    with listen(path):
+        dial(path, None, 1.0)[0].close()
+        with pytest.raises(ListenerUntrusted, match="chmod go-w"):
+            dial(path, None, 1.0, by_path=True)
+    with pytest.raises(ConfigurationError, match="chmod go-w"):
+        prepare(path.with_suffix(".control"), "control_socket")
+
+
+def test_the_control_socket_of_a_shared_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default is a directory of the user alone. One that was given stays, and is refused."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("tokenlake_server.running.prepare", lambda path, setting: None)
+    shared = tmp_path / "volume"
+    shared.mkdir()
+    config = ServerConfig(node="a", socket=str(shared / "a.sock"), control_socket=str(shared / "a.control"))
+    assert _out_of_a_shared_directory(config, {}) == config
+    shared.chmod(0o777)
+    moved = _out_of_a_shared_directory(config, {})
+    assert moved.control_socket == str(tmp_path / "tokenlake-a.control")
+    assert _out_of_a_shared_directory(config, {"control_socket": "flag --control-socket"}) == config

@@ -26,7 +26,7 @@ __all__ = ["NEVER_MALFORMED", "PEER_MESSAGES", "REQUESTS", "legal", "malformed"]
 
 PEER_MESSAGES: tuple[type[Any], ...] = typing.get_args(peer.PeerMessage)
 REQUESTS: tuple[type[Any], ...] = typing.get_args(engine.EngineRequest)
-NOT_FOR_THE_RULES = (engine.Hello, engine.OpenRegion, engine.OpenQuery, engine.Explain, engine.Bye)
+NOT_FOR_THE_RULES = (engine.Hello, engine.OpenRegion, engine.OpenQuery, engine.Unpublished, engine.Explain, engine.Bye)
 """Requests that the daemon answers itself, or that are an event of their own."""
 NEVER_MALFORMED = (
     events.ProcessGone,

@@ -23,6 +23,7 @@ from tokenlake.config.values import (
     Secret,
     Tenant,
     format_size,
+    is_loopback,
     parse_address,
     parse_size,
 )
@@ -63,6 +64,7 @@ HUGE_PAGE = 2 << 20
 
 LEAST_DISK_BYTES = 64 << 20
 MAX_KV_EVENT_STREAMS = 16
+MAX_SOCKET_PATH = 107
 KV_EVENT_MEDIA = ("CPU", "EXTERNAL")
 """Media of KV events, as routers call them: memory of the host, and a pool outside the engine."""
 
@@ -288,14 +290,6 @@ def endpoints() -> Kind:
     return Kind(expected, parse, lambda value: ",".join(map(str, value)))
 
 
-def is_loopback(host: str) -> bool:
-    """True for a loopback address and for the name `localhost`; False for any other address or name."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def is_own_address(host: str) -> bool:
     """True for an IP address that a single interface may have: no host name, and not the address of all interfaces."""
     try:
@@ -385,8 +379,9 @@ def kv_events() -> Kind:
             raise ValueError(f"{expected}, at most {MAX_KV_EVENT_STREAMS}")
         found = tuple(_kv_event_stream(item) for item in value)
         _require_unique((f"{each.tenant}/{each.model}" for each in found), "each tenant and model once; given twice:")
-        addresses = [str(address) for each in found for address in (each.endpoint, each.replay) if address is not None]
-        _require_unique((each for each in addresses if not each.endswith(":0")), "each address once; given twice:")
+        addresses = [address for each in found for address in each.addresses]
+        fixed = (str(each) for each in addresses if not isinstance(each, Address) or each.port)
+        _require_unique(fixed, "each address once; given twice:")
         return found
 
     return Kind(expected, parse, lambda value: ", ".join(map(str, value)))
@@ -462,9 +457,12 @@ def _tenant(item: object) -> Tenant:
 
 
 def _kv_event_stream(item: object) -> KvEventStream:
-    fields = ("model", "endpoint", "replay", "tenant", "topic", "block_tokens", "medium", "encoding", "beyond_loopback")
-    if not isinstance(item, dict) or not {"model", "endpoint"} <= item.keys():
-        raise ValueError("kv_events with a model and an endpoint each")
+    fields = (
+        *("model", "endpoint", "replay", "tenant", "topic", "block_tokens", "medium", "encoding", "uids"),
+        "beyond_loopback",
+    )
+    if not isinstance(item, dict) or "model" not in item:
+        raise ValueError("kv_events with a model each")
     if unknown := sorted(item.keys() - set(fields)):
         raise ValueError(f"kv_events with the fields {', '.join(fields)} only, not {unknown[0]!r}")
     for name, longest in (("model", 256), ("topic", 512)):
@@ -477,33 +475,36 @@ def _kv_event_stream(item: object) -> KvEventStream:
     for name, known in (("medium", KV_EVENT_MEDIA), ("encoding", ("map", "array")), ("beyond_loopback", (False, True))):
         if item.get(name, known[0]) not in known:
             raise ValueError(f"one of {', '.join(map(str, known))} as {name!r} of kv_events, not {item[name]!r}")
-    addresses = [_kv_event_address(name, item) for name in ("endpoint", "replay")]
-    assert addresses[0] is not None
     return KvEventStream(
         item["model"],
-        addresses[0],
-        addresses[1],
+        _kv_event_address("endpoint", item),
+        _kv_event_address("replay", item),
         _name(item.get("tenant", "default"), f"a tenant's name of {_NAME_EXPECTED}"),
         item.get("topic", ""),
         blocks,
         item.get("medium", KV_EVENT_MEDIA[0]),
         item.get("encoding", "map"),
+        _uids(item.get("uids", [])),
     )
 
 
-def _kv_event_address(name: str, item: dict[str, object]) -> Address | None:
+def _kv_event_address(name: str, item: dict[str, object]) -> Address | str | None:
     if name not in item:
         return None
     value = item[name]
+    if isinstance(value, str) and (at := value.removeprefix("ipc://")).startswith("/"):
+        if len(at.encode(errors="surrogateescape")) > MAX_SOCKET_PATH or "\0" in at:
+            raise ValueError(f"a path of at most {MAX_SOCKET_PATH} bytes as {name!r} of kv_events")
+        return at
     try:
         found = parse_address(value.removeprefix("tcp://") if isinstance(value, str) else value)
         ipaddress.ip_address(found.host)
     except ValueError:
-        raise ValueError(f"IP:PORT as {name!r} of kv_events, not {value!r}") from None
+        raise ValueError(f"ipc:///PATH or IP:PORT as {name!r} of kv_events, not {value!r}") from None
     if not is_loopback(found.host) and item.get("beyond_loopback") is not True:
         raise ValueError(
-            f"a loopback address as {name!r} of kv_events, or also 'beyond_loopback = true': the events contain the "
-            "tokens of prompts, and everyone who reaches the address can read them"
+            f"a Unix socket or a loopback address as {name!r} of kv_events, or also 'beyond_loopback = true': the "
+            "events contain the tokens of prompts, and everyone who reaches the address can read them"
         )
     return found
 

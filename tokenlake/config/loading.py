@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokenlake.config.kinds import HUGE_PAGE, is_loopback, is_own_address
+from tokenlake.config.kinds import HUGE_PAGE, MAX_SOCKET_PATH, is_loopback, is_own_address
 from tokenlake.config.server import ServerConfig
 from tokenlake.config.setting import DEFAULT, Given, PlainRefusal, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
@@ -26,7 +26,6 @@ from tokenlake.wire.fields import MAX_ADDRESSES
 __all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "ROUTER_PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
-MAX_SOCKET_PATH = 107
 """Bytes that Linux allows in the address of a Unix socket."""
 USUAL_REGIONS, USUAL_REGION, MOST_REGIONS = 64, 1 << 30, 512
 """`region_size`: memory in 64 parts, so that pools get what they use; parts of 1 GiB from 64 GiB on, because a part is
@@ -142,7 +141,11 @@ def _fill_computed_defaults(
         values["control_socket"] = beside if len(beside.encode()) <= MAX_SOCKET_PATH else ""
     node = values.get("node", plain.node)
     values["kv_events"] = tuple(
-        stream if stream.topic else msgspec.structs.replace(stream, topic=f"kv@node:{node}@{stream.model}")
+        msgspec.structs.replace(
+            stream,
+            topic=stream.topic or f"kv@node:{node}@{stream.model}",
+            endpoint=stream.endpoint or values["socket"].removesuffix(".sock") + ".kv",
+        )
         for stream in values.get("kv_events", ())
     )
     if "region_size" not in values:
@@ -169,6 +172,12 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
     tenants = {tenant.name for tenant in config.tenants} or {"default"}
     if unknown := sorted({stream.tenant for stream in config.kv_events} - tenants):
         raise refuse("kv_events", f"tenants of this daemon ({', '.join(sorted(tenants))}), not {unknown[0]!r}")
+    paths = [each for stream in config.kv_events for each in stream.addresses if isinstance(each, str)]
+    for path in paths:
+        if paths.count(path) > 1 or path in (config.socket, config.control_socket):
+            raise refuse("kv_events", f"an 'endpoint' of its own for each stream, because {path} is given twice")
+        if len(path.encode(errors="surrogateescape")) > MAX_SOCKET_PATH:
+            raise refuse("kv_events", f"an 'endpoint' of at most {MAX_SOCKET_PATH} bytes, which {path} has not")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
         raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
     own = parse_address(config.advertise or config.listen)

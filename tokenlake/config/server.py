@@ -270,8 +270,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             kinds.kv_events(),
             "streams of KV events for routers, each with `model`, `endpoint`, `replay`, `tenant`, `topic`, "
-            "`block_tokens`, `medium`, `encoding` and `beyond_loopback`: they show the tokens of prompts; from the "
-            "file only ([example](operations.md#routers-see-the-pool)); needs `pip install 'tokenlake[kv-events]'`",
+            "`block_tokens`, `medium`, `encoding`, `uids` and `beyond_loopback`: they show the tokens of prompts; from "
+            "the file only ([example](operations.md#routers-see-the-pool))",
             why="the tokens of prompts stay in the pool",
             default="none",
             secret=True,

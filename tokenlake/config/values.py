@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ __all__ = [
     "Secret",
     "Tenant",
     "format_size",
+    "is_loopback",
     "parse_address",
     "parse_size",
 ]
@@ -35,6 +37,14 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """True for a loopback address and for the name `localhost`; False for any other address or name."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -94,9 +104,9 @@ class KvEventStream(msgspec.Struct, frozen=True):
 
     model: str
     """The name under which the engines of the tenant serve the model."""
-    endpoint: Address
-    """Where routers subscribe."""
-    replay: Address | None = None
+    endpoint: Address | str | None = None
+    """Where routers subscribe: the path of a Unix socket, or an address for TCP; None until the default is known."""
+    replay: Address | str | None = None
     """Where routers ask for messages that they missed; None: nowhere."""
     tenant: str = "default"
     topic: str = ""
@@ -104,6 +114,18 @@ class KvEventStream(msgspec.Struct, frozen=True):
     """Tokens of a block of the routers."""
     medium: str = "CPU"
     encoding: str = "map"
+    uids: tuple[int, ...] = ()
+    """Users that may read the stream within this machine, beside the daemon's own and root."""
+
+    @property
+    def addresses(self) -> tuple[Address | str, ...]:
+        """Where the daemon listens for routers."""
+        return tuple(each for each in (self.endpoint, self.replay) if each is not None)
+
+    @property
+    def open_to_all(self) -> bool:
+        """True if an address is not only of this machine, so that all who reach it read the stream."""
+        return any(isinstance(each, Address) and not is_loopback(each.host) for each in self.addresses)
 
     def __str__(self) -> str:
         return f"{self.tenant}/{self.model} at {self.endpoint}"

@@ -19,6 +19,8 @@ from tokenlake.wire import peer
 
 __all__ = ["Process", "Session", "Sessions"]
 
+_WHAT_IS_ONE = "each open pool of an engine is one, and each closed one whose arrays or writes are alive"
+
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
 
 
@@ -99,10 +101,13 @@ class Sessions:
             return f"session {session_id} does not exist on node {config.node}; it ended, or the daemon restarted"
         if session is None:
             if len(self._sessions) >= config.max_sessions:
-                return f"limit 'max_sessions' of {config.max_sessions} sessions is reached"
+                return f"limit 'max_sessions' of {config.max_sessions} sessions is reached; {_WHAT_IS_ONE}"
             share = max(1, config.max_sessions // max(1, len(config.quotas)))
             if self._by_tenant[tenant] >= share:
-                return f"tenant '{tenant}' has {share} sessions, its part of 'max_sessions' of {config.max_sessions}"
+                return (
+                    f"tenant '{tenant}' has {share} sessions, its part of 'max_sessions' of {config.max_sessions}; "
+                    f"{_WHAT_IS_ONE}"
+                )
             number = SessionId(self._context.next_id())
             deadline = self._context.now + config.lease_s
             session = Session(number, tenant, slot_bytes, shards, segment_tokens, deadline)

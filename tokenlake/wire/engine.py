@@ -23,6 +23,7 @@ __all__ = [
     "MAX_FRAME",
     "MAX_GRANTS",
     "MAX_KEYS",
+    "MAX_MODEL",
     "MAX_RANGES",
     "MAX_REASON",
     "Abort",
@@ -55,6 +56,7 @@ __all__ = [
     "Region",
     "RegionClosed",
     "Release",
+    "Unpublished",
     "Welcome",
     "Locate",
     "reply_decoder",
@@ -70,6 +72,8 @@ MAX_FETCHED = 256
 """Limit of the segments in one `Fetch`: those at other nodes take the daemon's loop 5 us each."""
 MAX_RANGES = 1024
 """Limit of the ranges in one `Release`. Their decoder takes a tenth of a millisecond."""
+MAX_MODEL = 256
+"""Limit of the characters of the name under which an engine serves its model."""
 MAX_REASON = 1000
 """Limit of the characters of `Bye.reason`."""
 MAX_GRANTS = 16384
@@ -419,6 +423,13 @@ class Corrupt(_Message, frozen=True, tag=30):
     index: Index
 
 
+class Unpublished(_Message, frozen=True, tag=32):
+    """This engine serves its model under a name that none of the daemon's streams of KV events has
+    (`Welcome.published`), so that routers are told of none of its segments. Not answered."""
+
+    model: Annotated[str, Meta(max_length=MAX_MODEL)]
+
+
 EngineRequest = (
     Hello
     | Match
@@ -436,6 +447,7 @@ EngineRequest = (
     | Hint
     | MarkInFlight
     | Corrupt
+    | Unpublished
     | Explain
     | Bye
 )

@@ -30,7 +30,7 @@ from tokenlake.attention import AttentionShape
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.keys import Prefix, TokenIds
+from tokenlake.keys import Prefix, Salt, TokenIds
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench.demo_engine import TINY, FirstToken
@@ -134,7 +134,7 @@ class _SaltedPool:
         options = replace(options, in_flight_wait_s=0.0)
         return self._pool.match(keys, options, deadline_s=PATIENT_S)
 
-    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: Salt = None) -> Prefix:
         return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)
 
     def store_all(

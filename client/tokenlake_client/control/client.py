@@ -109,7 +109,7 @@ class Control:
         listens, or could."""
         # gRPC does not tell the user of the listening process. A listener of another user cannot take the place of the
         # one that is checked here: `dial` also refuses a path that other users can change.
-        sock, _ = dial(Path(path), daemon_uid, call_s)
+        sock, _ = dial(Path(path), daemon_uid, call_s, by_path=True)
         sock.close()
         return cls(grpc.insecure_channel(f"unix:{os.path.abspath(path)}", _OPTIONS), str(path), token, call_s)
 

@@ -14,7 +14,6 @@ from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unre
 from tokenlake_client.routers.doors import Door, Doors, Place
 from tokenlake_client.routers.settings import RouterSettings
 from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
-from tokenlake_client.salts import joined_salt
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = ["Candidate", "Choice", "Chooser", "Outcome"]
@@ -122,7 +121,8 @@ class Chooser:
                 tokens=len(ids) // 4,
                 token_ids=ids[: 4 * MAX_TOKENS],
                 fingerprint=place.fingerprint,
-                salt=joined_salt(self._settings.salt, salt),
+                salt=self._settings.salt,
+                request_salt=salt,
             )
             async with asyncio.timeout_at(until):
                 call = self._calls.submit(self._doors.start, place, instances, message, list(instances))

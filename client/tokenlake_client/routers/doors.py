@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenlake.config import Address, Peer
-from tokenlake.errors import LayoutRefused, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, Refused, TokenLakeError, Unreachable
 from tokenlake.layout import Layout
 from tokenlake.local_socket import DEFAULT_NODE, sockets_to_try
 from tokenlake_client.control import Certificates, Control
@@ -25,6 +25,8 @@ __all__ = ["REFRESH_S", "Door", "Doors", "Place"]
 
 REFRESH_S = 1.0
 """Seconds between two looks at each control plane, and least seconds for which one is not asked after a failure."""
+LATE_CALLS = 4
+"""Calls in a row that are late before a control plane is not asked any more."""
 MAX_REPORTS = 8192
 """Reports that wait to be sent; the oldest are dropped. The daemon forgets a request by itself after 15 minutes."""
 AT_ONCE = 2048
@@ -54,6 +56,8 @@ class Door:
         self.usable = False
         """True if the layouts were read with success and no call has failed since."""
         self.problem = "it was not asked yet"
+        self._late = 0
+        """Number of the calls that were late since the last one that was not."""
 
     def look(self) -> None:
         """Connect if there is no connection, and read the layouts. Never raises."""
@@ -70,13 +74,23 @@ class Door:
         """Record that a call failed: the control plane is not asked until a look succeeds."""
         self.problem = str(error) or "it did not answer in time"
         self.usable = False
+        self._late = 0
+
+    def late(self, error: DeadlinePassed) -> None:
+        """Record that a call was late. One may be late because of its own request: the control plane is not asked any
+        more after `LATE_CALLS` of them in a row."""
+        self._late += 1
+        if self._late >= LATE_CALLS:
+            self.failed(error)
 
     def start(self, message: pb.GetStartRequest) -> pb.GetStartResponse:
         """Ask where a request starts soonest. Raises `Unreachable` and `Refused`."""
         control = self._control
         if control is None:
             raise Unreachable(f"{self.name}: not connected")
-        return control.start(message)
+        reply = control.start(message)
+        self._late = 0
+        return reply
 
     def report(self, message: pb.ReportRequest) -> None:
         """Send reports. Raises `Unreachable` and `Refused`."""
@@ -112,6 +126,8 @@ class Doors:
         self._told: dict[Door, bool] = {}
         self._waiting = threading.Event()
         self._closed = threading.Event()
+        self._doubt = threading.Event()
+        """A call was late: look at the doors at once."""
         for work in (self._look, self._send):
             threading.Thread(target=work, name=f"tokenlake-router{work.__name__}", daemon=True).start()
 
@@ -145,7 +161,9 @@ class Doors:
     ) -> pb.GetStartResponse:
         """Ask where a request starts soonest, and count it as sent there. `instances`: the node of each. Blocks for at
         most the deadline of the settings. Raises `Unreachable`, after which the door is not asked until it is usable
-        again, and `Refused`. After an error the daemon may have counted the request all the same."""
+        again, and `Refused`. A door that is late is asked until a look finds that it answers no other question either,
+        or until it was late for several requests in a row: one of them may take long by itself. After an error the
+        daemon may have counted the request all the same."""
         message = pb.GetStartRequest(
             fleet=self._message(place, instances),
             prompt=prompt,
@@ -155,13 +173,19 @@ class Doors:
         )
         try:
             return place.door.start(message)
-        except (Unreachable, ProtocolRefused) as error:
+        except Unreachable as error:
             self._failed(place, error)
             raise
 
-    def _failed(self, place: Place, error: Exception) -> None:
-        """Record that a call failed: its door is not asked until a look in the background succeeds."""
-        place.door.failed(error)
+    def _failed(self, place: Place, error: Unreachable) -> None:
+        """Record that a call failed: its door is not asked until a look in the background succeeds. A call that was
+        late only begins that look."""
+        if isinstance(error, DeadlinePassed):
+            place.door.late(error)
+            if place.door.usable:
+                self._doubt.set()
+        else:
+            place.door.failed(error)
         self._tell(place.door)
 
     def _tell(self, door: Door) -> None:
@@ -182,15 +206,17 @@ class Doors:
         """End the threads and the connections."""
         self._closed.set()
         self._waiting.set()
+        self._doubt.set()
 
     # -- the threads
 
     def _look(self) -> None:
         while not self._closed.is_set():
+            self._doubt.clear()
             for door in self.doors:
                 door.look()
                 self._tell(door)
-            self._closed.wait(REFRESH_S)
+            self._doubt.wait(REFRESH_S)
         for door in self.doors:
             door.close()
 
@@ -221,10 +247,10 @@ class Doors:
             message = pb.ReportRequest(fleet=self._message(place, {}), happened=[each.happened for each in reports])
             try:
                 place.door.report(message)
-            except (Unreachable, ProtocolRefused) as error:
+            except Unreachable as error:
                 self._failed(place, error)
                 late += reports
-            except Refused:
+            except (Refused, ProtocolRefused):
                 # A daemon that was started again knows nothing of these requests.
                 continue
         return late

@@ -93,7 +93,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kinds.path("the path of a directory, or nothing", optional=True),
             "directory of the model's tokenizer, which is then loaded in the router (needs transformers); for fleets "
-            "of one model",
+            "of one model. Chats are rendered as vLLM 0.32 does (arguments of tool calls, parts of text, tools); what "
+            "the plug-in does not know how to render is left to `/tokenize`",
             why="vLLM's `/tokenize` gives exactly the tokens that vLLM computes, and serves any number of models",
             default="vLLM's `/tokenize`",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,20 @@ import msgspec
 import numpy as np
 
 from tokenlake.errors import TokenLakeError
+from tokenlake_client.routers.chat import NotRendered, messages_for_template, takes_parts, tools_for_template
 
 __all__ = ["Instance", "LocalTokenizer", "Prompt", "RemoteTokenizer", "TokenizerFailed", "Tokens", "prompt_of"]
 
 PAUSE_S = 5.0
-"""Seconds for which an instance is not asked for tokens after it failed, while others can be asked."""
+"""Seconds for which an instance is not asked for tokens after it failed to give those of one word."""
+PROBE_S = 1.0
+"""Limit of the seconds for the tokens of one word."""
+OF_THE_PROMPT = (400, 413, 414, 422, 431)
+"""Statuses of answers that blame the request: its chat template, its length, its fields."""
+MEASURED_CHARACTERS = 4096
+"""Least length of a text by which the speed of a tokenizer is measured."""
+RETRIED = 1.1
+"""Factor by which a tokenizer is taken for faster with each prompt that is refused as too long."""
 MAX_REPLY_BYTES = 64 << 20
 _TEMPLATE_FIELDS = (
     "tools",
@@ -33,6 +43,10 @@ _TEMPLATE_FIELDS = (
 
 class TokenizerFailed(TokenLakeError):
     """The tokens of a prompt could not be found; the message names the reason."""
+
+
+class PromptRefused(TokenizerFailed):
+    """The prompt of this request is at fault, and not the instance."""
 
 
 class Instance(NamedTuple):
@@ -53,6 +67,9 @@ class Prompt(msgspec.Struct, frozen=True):
     """The fields of a request to `/tokenize`, without the model."""
     ids: Sequence[int] = ()
     """The tokens, where the request has them."""
+
+
+_PROBE = Prompt({"messages": [{"role": "user", "content": "a"}]})
 
 
 class Tokens(Protocol):
@@ -122,13 +139,20 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 class RemoteTokenizer:
-    """Asks `/tokenize` of the instances in rotation; one that failed is left out for a while. For one event loop at a
-    time."""
+    """Asks `/tokenize` of the instances in rotation; one that fails is left out for a while. For one event loop at a
+    time.
+
+    A request that an instance refuses, or answers too late, may be at fault itself. So an instance that failed is
+    `doubted`: it is asked for the tokens of one word, and is left out only if it does not answer that. Meanwhile it is
+    asked last.
+    """
 
     def __init__(self) -> None:
         self._asked = itertools.count()
         self._paused: dict[str, float] = {}
         """By address, the time until which an instance is left out."""
+        self._doubted: dict[str, asyncio.Task[None]] = {}
+        """By address, the question to an instance that failed."""
         self._session: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -140,41 +164,66 @@ class RemoteTokenizer:
         able = [each for each in instances if self._paused.get(each.base, 0.0) <= now]
         if not able:
             raise TokenizerFailed("no instance answers /tokenize")
-        first = next(self._asked)
+        first = next(self._asked) % len(able)
         problem = ""
-        for at in range(len(able)):
-            instance = able[(first + at) % len(able)]
+        for instance in sorted(able[first:] + able[:first], key=lambda each: each.base in self._doubted):
             try:
                 # A cancellation says nothing about the instance: the client of the request went away.
                 async with asyncio.timeout_at(until):
                     return await self._ask(prompt, instance)
+            except PromptRefused:
+                raise
             except TokenizerFailed as error:
                 problem = str(error)
             except TimeoutError:
-                self._paused[instance.base] = time.monotonic() + PAUSE_S
+                self._doubt(instance)
                 raise
-            self._paused[instance.base] = time.monotonic() + PAUSE_S
+            self._doubt(instance)
         raise TokenizerFailed(problem)
+
+    def _doubt(self, instance: Instance) -> None:
+        """Find out whether an instance that failed answers another prompt; leave it out if it does not."""
+        if instance.base not in self._doubted:
+            self._doubted[instance.base] = asyncio.get_running_loop().create_task(self._probe(instance))
+
+    async def _probe(self, instance: Instance) -> None:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._ask(_PROBE, instance)
+        except PromptRefused:
+            pass  # it answers
+        except (TokenizerFailed, TimeoutError):
+            self._paused[instance.base] = time.monotonic() + PAUSE_S
+        finally:
+            self._doubted.pop(instance.base, None)
 
     async def close(self) -> None:
         """End the connections to the instances. To be called on the event loop of `tokens`."""
+        for task in self._doubted.values():
+            task.cancel()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def _ask(self, prompt: Prompt, instance: Instance) -> bytes:
+        try:
+            body = json.dumps({"model": instance.model, **prompt.body}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PromptRefused(f"the prompt is no JSON: {error}") from error
         import aiohttp
 
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             self._session, self._loop = aiohttp.ClientSession(), loop
         url = instance.base.rstrip("/").removesuffix("/v1") + "/tokenize"
-        headers = {"Authorization": f"Bearer {instance.key}"} if instance.key else {}
+        headers = {"Content-Type": "application/json"}
+        if instance.key:
+            headers["Authorization"] = f"Bearer {instance.key}"
         try:
-            body = {"model": instance.model, **prompt.body}
-            async with self._session.post(url, json=body, headers=headers) as answer:
+            async with self._session.post(url, data=body, headers=headers) as answer:
                 if answer.status != 200:
-                    raise TokenizerFailed(f"{url}: status {answer.status}: {(await answer.text())[:200]}")
+                    kind = PromptRefused if answer.status in OF_THE_PROMPT else TokenizerFailed
+                    raise kind(f"{url}: status {answer.status}: {(await answer.text())[:200]}")
                 content = await answer.content.read(MAX_REPLY_BYTES)
                 while not answer.content.at_eof() and len(content) < MAX_REPLY_BYTES:
                     content += await answer.content.read(MAX_REPLY_BYTES)
@@ -185,7 +234,8 @@ class RemoteTokenizer:
 
 class LocalTokenizer:
     """The tokenizer of a model's directory, in a thread of its own: a tokenizer serves one thread at a time. A prompt
-    whose deadline passes before its turn is not tokenized."""
+    whose deadline passes before its turn is not tokenized, and neither is one that would take longer than its deadline:
+    the prompts behind it would wait for it. A chat that only vLLM knows how to render is left to `/tokenize`."""
 
     def __init__(self, directory: str) -> None:
         """Loads the tokenizer with the first prompt."""
@@ -193,48 +243,66 @@ class LocalTokenizer:
         self._tokenizer: Any = None
         """Only for the thread."""
         self._thread = ThreadPoolExecutor(1, "tokenlake-tokenizer")
+        self._remote = RemoteTokenizer()
+        self._characters_per_s = 0.0
+        """Measured; 0: not yet. Only for the thread."""
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
         """See `Tokens.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout_at(until):
-            try:
-                return await loop.run_in_executor(self._thread, self._tokens, prompt)
-            except RuntimeError as error:
+        by = time.monotonic() + until - loop.time()
+        try:
+            async with asyncio.timeout_at(until):
+                return await loop.run_in_executor(self._thread, self._tokens, prompt, by)
+        except NotRendered as error:
+            if not instances:
                 raise TokenizerFailed(str(error)) from error
+            return await self._remote.tokens(prompt, instances, until)
+        except RuntimeError as error:
+            # The thread of the tokenizer cannot be started.
+            raise TokenizerFailed(str(error)) from error
 
     async def close(self) -> None:
-        """End the thread after the prompt that it tokenizes now."""
+        """End the thread after the prompt that it tokenizes now, and the connections."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        await self._remote.close()
 
-    def _tokens(self, prompt: Prompt) -> bytes:
+    def _tokens(self, prompt: Prompt, by: float) -> bytes:
+        """The tokens of a prompt by this time of the monotonic clock."""
         try:
             if self._tokenizer is None:
                 from transformers import AutoTokenizer
 
                 self._tokenizer = AutoTokenizer.from_pretrained(self._directory)
-            body = prompt.body
-            if "prompt" in body:
-                return _packed(self._tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"]))
-            text = self._tokenizer.apply_chat_template(
-                [_flat(message) for message in body["messages"]],
-                tools=body.get("tools"),
-                chat_template=body.get("chat_template"),
-                add_generation_prompt=body.get("add_generation_prompt", True),
-                continue_final_message=body.get("continue_final_message", False),
-                tokenize=False,
-                **body.get("chat_template_kwargs", {}),
-            )
-            return _packed(self._tokenizer.encode(text, add_special_tokens=body.get("add_special_tokens", False)))
+            text, special = self._text(prompt.body)
+            begun = time.monotonic()
+            if self._characters_per_s and begun + len(text) / self._characters_per_s > by:
+                self._characters_per_s *= RETRIED  # so that one slow moment is not believed for ever
+                raise TokenizerFailed(f"a prompt of {len(text)} characters takes longer than its deadline")
+            ids = self._tokenizer.encode(text, add_special_tokens=special)
+            if len(text) >= MEASURED_CHARACTERS:
+                self._characters_per_s = len(text) / max(time.monotonic() - begun, 1e-6)
+            return _packed(ids)
+        except TokenLakeError:
+            raise
         except Exception as error:  # of the tokenizer or of the model's chat template
             raise TokenizerFailed(f"{self._directory}: {type(error).__name__}: {error}") from error
 
-
-def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose parts of text are joined as vLLM joins them for most templates."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    return {**message, "content": content}
+    def _text(self, body: Mapping[str, Any]) -> tuple[str, bool]:
+        """The text of a prompt as vLLM renders it, and whether special tokens are added to it."""
+        if "prompt" in body:
+            return body["prompt"], body["add_special_tokens"]
+        tools = tools_for_template(body.get("tools"))
+        template = self._tokenizer.get_chat_template(body.get("chat_template"), tools=tools)
+        text = self._tokenizer.apply_chat_template(
+            messages_for_template(body["messages"], takes_parts(template)),
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=body.get("add_generation_prompt", True),
+            continue_final_message=body.get("continue_final_message", False),
+            tokenize=False,
+            **body.get("chat_template_kwargs", {}),
+        )
+        return text, body.get("add_special_tokens", False)

@@ -217,6 +217,48 @@ class RefusedEngine(_message.Message):
 Global___RefusedEngine: _TypeAlias = RefusedEngine  # noqa: Y015
 
 @_typing.final
+class KvEventStream(_message.Message):
+    """A stream of KV events for routers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    CURE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    model: _builtins.str
+    block_tokens: _builtins.int
+    segments: _builtins.int
+    """Segments that routers were told of."""
+    readers: _builtins.int
+    """Connections of routers."""
+    problem: _builtins.str
+    """Why routers see no segment; empty where nothing is known to be wrong."""
+    cure: _builtins.str
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        block_tokens: _builtins.int = ...,
+        segments: _builtins.int = ...,
+        readers: _builtins.int = ...,
+        problem: _builtins.str = ...,
+        cure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "cure", b"cure", "model", b"model", "problem", b"problem", "readers", b"readers", "segments", b"segments", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvEventStream: _TypeAlias = KvEventStream  # noqa: Y015
+
+@_typing.final
 class Membership(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -300,6 +342,7 @@ class GetStatusResponse(_message.Message):
     DISKS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cluster: _builtins.str
     version: _builtins.str
@@ -340,6 +383,10 @@ class GetStatusResponse(_message.Message):
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedEngine]:
         """Of all tenants for an admin, else of the caller's. Those that were refused last at the end."""
 
+    @_builtins.property
+    def kv_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEventStream]:
+        """Of all tenants for an admin, else of the caller's."""
+
     def __init__(
         self,
         *,
@@ -361,10 +408,11 @@ class GetStatusResponse(_message.Message):
         disks: _abc.Iterable[Global___Disk] | None = ...,
         processes: _builtins.int = ...,
         refused: _abc.Iterable[Global___RefusedEngine] | None = ...,
+        kv_events: _abc.Iterable[Global___KvEventStream] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["membership", b"membership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "processes", b"processes", "refused", b"refused", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "unusable_bytes", b"unusable_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "cluster", b"cluster", "counters", b"counters", "disks", b"disks", "engines", b"engines", "incarnation", b"incarnation", "kv_events", b"kv_events", "membership", b"membership", "memory_bytes", b"memory_bytes", "node", b"node", "peers", b"peers", "pools", b"pools", "processes", b"processes", "refused", b"refused", "spare_bytes", b"spare_bytes", "tenants", b"tenants", "unusable_bytes", b"unusable_bytes", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

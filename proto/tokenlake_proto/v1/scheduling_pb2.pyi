@@ -148,6 +148,7 @@ class Prompt(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    REQUEST_SALT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the request."""
     tokens: _builtins.int
@@ -163,7 +164,9 @@ class Prompt(_message.Message):
     adapter: _builtins.str
     """With `token_ids`: the id of the adapter, where there is one."""
     salt: _builtins.str
-    """With `token_ids`: the salt, where there is one."""
+    """With `token_ids`: the salt of the engine, where there is one."""
+    request_salt: _builtins.str
+    """With `token_ids`: the salt of the request itself (`cache_salt`), where there is one."""
     def __init__(
         self,
         *,
@@ -175,21 +178,26 @@ class Prompt(_message.Message):
         fingerprint: _builtins.bytes = ...,
         adapter: _builtins.str | None = ...,
         salt: _builtins.str | None = ...,
+        request_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_answer_tokens", b"_answer_tokens", "_salt", b"_salt", "adapter", b"adapter", "answer_tokens", b"answer_tokens", "salt", b"salt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_answer_tokens", b"_answer_tokens", "_request_salt", b"_request_salt", "_salt", b"_salt", "adapter", b"adapter", "answer_tokens", b"answer_tokens", "request_salt", b"request_salt", "salt", b"salt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_answer_tokens", b"_answer_tokens", "_salt", b"_salt", "adapter", b"adapter", "answer_tokens", b"answer_tokens", "fingerprint", b"fingerprint", "keys", b"keys", "name", b"name", "salt", b"salt", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_answer_tokens", b"_answer_tokens", "_request_salt", b"_request_salt", "_salt", b"_salt", "adapter", b"adapter", "answer_tokens", b"answer_tokens", "fingerprint", b"fingerprint", "keys", b"keys", "name", b"name", "request_salt", b"request_salt", "salt", b"salt", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
     _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     _WhichOneofReturnType__answer_tokens: _TypeAlias = _typing.Literal["answer_tokens"]  # noqa: Y015
     _WhichOneofArgType__answer_tokens: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__request_salt: _TypeAlias = _typing.Literal["request_salt"]  # noqa: Y015
+    _WhichOneofArgType__request_salt: _TypeAlias = _typing.Literal["_request_salt", b"_request_salt"]  # noqa: Y015
     _WhichOneofReturnType__salt: _TypeAlias = _typing.Literal["salt"]  # noqa: Y015
     _WhichOneofArgType__salt: _TypeAlias = _typing.Literal["_salt", b"_salt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_tokens) -> _WhichOneofReturnType__answer_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__request_salt) -> _WhichOneofReturnType__request_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__salt) -> _WhichOneofReturnType__salt | None: ...
 

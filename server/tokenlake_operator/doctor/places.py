@@ -15,7 +15,7 @@ from tokenlake.errors import ListenerUntrusted
 from tokenlake.local_socket import check_place, directory_mode
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_server.disk.device import RESERVE_BYTES
-from tokenlake_server.local_socket import listens
+from tokenlake_server.local_socket import ENGINES, is_shared, listens
 
 __all__ = ["check_directories", "check_ports", "check_sockets"]
 
@@ -77,9 +77,13 @@ def check_sockets(config: ServerConfig) -> Iterator[Finding]:
             cure = f"make the directory {directory}, or remove the setting"
             yield Finding("error", "socket-directory", where, f"there is no directory {directory}", cure)
             continue
+        shared = is_shared(config.socket)
+        if setting == "control_socket" and shared and directory == Path(os.path.abspath(config.socket)).parent:
+            continue  # the daemon takes another place for it
         if directory.exists():
             try:
-                check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
+                place = str(directory) if setting == ENGINES else ""
+                check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink, place)
             except ListenerUntrusted as error:
                 cure = (
                     f"run `chmod go-w` and `chown` on that directory, or set '{setting}' to a path that no other user "
@@ -87,6 +91,15 @@ def check_sockets(config: ServerConfig) -> Iterator[Finding]:
                 )
                 yield Finding("error", "socket-directory", where, str(error), cure)
                 continue
+            if not os.access(directory, os.W_OK | os.X_OK):
+                cure = f"run `chown {user} {directory}` as root, or run the daemon as the directory's owner"
+                problem = f"uid {user} cannot write the directory {directory}"
+                yield Finding("error", "socket-directory", where, problem, cure)
+                continue
+        if setting == ENGINES and shared:
+            problem = "other users can write its directory and take the socket away; engines check who listens"
+            cure = f"give the directory to one user (`chmod go-w {directory}`), unless all its users are of one pod"
+            yield Finding("warning", "socket-shared", where, problem, cure)
         yield from _left(path, where, user)
 
 

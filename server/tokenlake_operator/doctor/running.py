@@ -41,7 +41,7 @@ _CURES = (
 
 def check_node(node: Node) -> Iterator[Finding]:
     """Yield findings about the membership of the node, its connections with peers, its disks, engines that go without
-    it, and counters that should be 0."""
+    it, streams of KV events, and counters that should be 0."""
     status = node.status
     yield from _membership(node.name, status)
     for peer in status.peers:
@@ -50,6 +50,10 @@ def check_node(node: Node) -> Iterator[Finding]:
         yield from _disk(node.name, disk)
     yield from _memory(node.name, status)
     yield from check_refused(node.name, status.refused)
+    for stream in status.kv_events:
+        if stream.problem:
+            where = f"{node.name}, kv_events of '{stream.model}' for tenant '{stream.tenant}'"
+            yield Finding("error", "kv-events-unseen", where, f"routers see nothing: {stream.problem}", stream.cure)
     yield from _counters(node.name, status)
 
 

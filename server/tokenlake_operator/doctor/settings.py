@@ -15,7 +15,6 @@ __all__ = ["check_settings"]
 MODULES = (
     ("etcd", "grpc", "'tokenlake[etcd]'"),
     ("control", "grpc", "'tokenlake[control]'"),
-    ("kv_events", "zmq", "'tokenlake[kv-events]'"),
     ("query_engine", "torch", "'tokenlake[query]'"),
 )
 """(setting, module that it needs, the extra that brings it)."""
@@ -41,6 +40,17 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             "every machine on the way between nodes can read and change all caches",
             "give each node a certificate (`tokenlake ca init`, `tokenlake ca issue NODE`), and remove the setting",
         )
+    for stream in config.kv_events:
+        if stream.open_to_all:
+            yield Finding(
+                "warning",
+                "kv-events-open",
+                f"kv_events = {stream}",
+                f"each process that reaches these ports reads the tokens of the prompts of tenant '{stream.tenant}', "
+                "because 'beyond_loopback' is true: nothing is encrypted, and no reader proves who it is",
+                "leave 'endpoint' out (a Unix socket is the default) where the router can run on this machine, or let "
+                "a firewall admit the routers only",
+            )
     remote = ",".join(str(each) for each in config.etcd if not kinds.is_loopback(each.host))
     lacking = [name for name in ("etcd_ca", "etcd_user") if not getattr(config, name)]
     if config.etcd_certificate:

@@ -12,7 +12,7 @@ from tokenlake.core.report.explain import RecentRequest
 from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, NodeId, SegmentKey
-from tokenlake.keys import KEY_BYTES, Prefix, root_key
+from tokenlake.keys import KEY_BYTES, Prefix, Salt, root_key
 from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
 from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, Way, grow
 from tokenlake.planner.fits import Fit
@@ -133,7 +133,8 @@ def request_of(prompt: pb.Prompt, segment_tokens: int, tenant: Tenant, layouts: 
         if len(ids) > MAX_TOKENS:
             raise LimitReached(f"a prompt of {len(ids)} tokens; the limit is {MAX_TOKENS}")
         adapter = prompt.adapter if prompt.HasField("adapter") else None
-        salt = prompt.salt if prompt.HasField("salt") else None
+        ours = prompt.salt if prompt.HasField("salt") else None
+        salt: Salt = (ours, prompt.request_salt) if prompt.HasField("request_salt") else ours
         root = root_key(tenant.secret, Fingerprint(prompt.fingerprint), adapter, salt)
         prefix = Prefix(root, segment_tokens)
         prefix.extend(ids)

@@ -99,10 +99,11 @@ class Admin:
             return status
         own, shown = caller.own().name, pb.GetStatusResponse()
         shown.CopyFrom(status)
-        del shown.pools[:], shown.tenants[:], shown.refused[:]
+        del shown.pools[:], shown.tenants[:], shown.refused[:], shown.kv_events[:]
         shown.pools.extend(pool for pool in status.pools if pool.tenant == own)
         shown.tenants.extend(each for each in status.tenants if each.tenant == own)
         shown.refused.extend(each for each in status.refused if each.tenant == own)
+        shown.kv_events.extend(each for each in status.kv_events if each.tenant == own)
         return shown
 
     async def _read_status(self) -> pb.GetStatusResponse:
@@ -158,6 +159,7 @@ class Admin:
             clock_s=time.time(),
             tenants=_by_tenant(snapshot),
             disks=_disks(snapshot),
+            kv_events=[pb.KvEventStream(**each._asdict()) for each in snapshot.streams],
         )
 
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:

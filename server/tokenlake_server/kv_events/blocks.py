@@ -73,6 +73,8 @@ class Blocks:
         """The readers have to be told all blocks anew."""
         self.unknown = 0
         """Number of segments that became READY without a content."""
+        self.uneven = 0
+        """Tokens of a segment that is no whole number of blocks; 0: none came."""
         self.other_layout = 0
         """Number of segments that were not published because another layout of the model is."""
 
@@ -127,6 +129,7 @@ class Blocks:
         if content.model != self._model:
             return
         if len(content.tokens) // 4 % self._block_tokens:
+            self.uneven = len(content.tokens) // 4
             self.unknown += 1
             return
         parent = block_hash(content.parent, 0) if content.parent else None

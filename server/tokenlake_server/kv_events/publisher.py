@@ -18,24 +18,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-import zmq
-
 from tokenlake.config import KvEventStream, ServerConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.log_lines import one_line
 from tokenlake.metrics import Level, Metric
 from tokenlake.store import Cursor, State
 from tokenlake_server.admin_thread import AdminThread
-from tokenlake_server.contents import Contents
+from tokenlake_server.contents import Contents, StreamState
 from tokenlake_server.driver import Driver
 from tokenlake_server.kv_events.blocks import Blocks
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
+from tokenlake_server.kv_events.listener import MAX_READERS, MAX_READERS_OF_ALL, MAX_READERS_OF_ONE, Room
 from tokenlake_server.kv_events.replay import Replay
 from tokenlake_server.kv_events.sockets import Sockets
 
@@ -93,6 +94,22 @@ REFUSED = Metric(
     "model",
     kind="gauge",
 )
+READERS = Metric(
+    "tokenlake_kv_event_readers",
+    "Connections of routers that read KV events or replays",
+    "tenant",
+    "model",
+    kind="gauge",
+)
+REFUSED_READERS = Metric(
+    "tokenlake_kv_event_refused_readers",
+    f"Connections to the streams of KV events that were closed since the start: of users that may not read, beyond the "
+    f"limits ({MAX_READERS} at a socket, {MAX_READERS_OF_ONE} of one user or address, {MAX_READERS_OF_ALL} in all), or "
+    f"of no use",
+    "tenant",
+    "model",
+    kind="gauge",
+)
 
 POLL_S = 0.02
 """Seconds between two rounds without work."""
@@ -109,7 +126,10 @@ MAX_REPLAY_BYTES = 16 << 20
 """Limit of the bytes of the messages that a stream keeps: about 13,000 stored segments of 256 tokens."""
 MAX_INBOX_BYTES = 32 << 20
 """Limit of the contents that wait for a round; further ones are dropped, and their segments are not published."""
+MAX_UNPUBLISHED = 16
+"""Limit of the names of models of each tenant that are remembered because no stream has them."""
 START_S = 20.0
+ROOT = 0
 
 
 class _Stream:
@@ -131,7 +151,7 @@ class _Stream:
         payload = encode(events, self.config.encoding)
         self.replay.add(self.sequence, payload, clears=clears)
         assert self.sockets is not None
-        self.sockets.publish(self.sequence, payload)
+        self.sockets.published()
         self.sequence += 1
         self.messages += 1
 
@@ -161,8 +181,9 @@ class KvEvents(Contents):
         """By tenant, the number of contents that were dropped because too many waited."""
         self._long = dict.fromkeys(self._streams, 0)
         """By tenant, the number of contents that were dropped because they exceed the limit of one segment."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.setsockopt(zmq.MAX_SOCKETS, 64)
+        self._room = Room()
+        self._unpublished: dict[str, dict[str, None]] = {tenant: {} for tenant in self._streams}
+        """By tenant, the names under which its engines serve models that no stream has."""
         self._run: asyncio.Task[None] | None = None
         self._thread.submit(self._start()).result(START_S)
 
@@ -243,6 +264,40 @@ class KvEvents(Contents):
         """For each stream, in the order of the settings, the ZMQ endpoints of its events and of its replays."""
         return [each.sockets.endpoints for each in self._each() if each.sockets is not None]
 
+    def unpublished(self, tenant: str, model: str) -> None:
+        """See `Contents`."""
+        names, model = self._unpublished.get(tenant), one_line(model)
+        if names is None or model in names or len(names) >= MAX_UNPUBLISHED:
+            return
+        names[model] = None
+        log.warning(
+            "routers are told of no segment of the engines of tenant '%s' that serve '%s': its streams of KV events "
+            "are for '%s'",
+            tenant,
+            model,
+            "', '".join(self.models(tenant)),
+        )
+
+    def streams(self) -> list[StreamState]:
+        """See `Contents`."""
+        return [self._state(each) for each in self._each()]
+
+    def _state(self, stream: _Stream) -> StreamState:
+        config, blocks, problem, cure = stream.config, stream.blocks, "", ""
+        names = self._unpublished[config.tenant]
+        if blocks.uneven:
+            problem = f"segments have {blocks.uneven} tokens, no multiple of 'block_tokens' = {config.block_tokens}"
+            cure = "set 'block_tokens' of the stream to the blocks of the router, a divisor of 'segment_tokens'"
+        elif names and not blocks.published:
+            listed = ", ".join(f"'{name}'" for name in names)
+            problem = f"no engine serves '{config.model}'; engines of tenant '{config.tenant}' serve {listed}"
+            cure = (
+                "set 'model' of the stream to that name (the first of vLLM's `--served-model-name`, or `--model`), or "
+                "add a stream for it"
+            )
+        readers = 0 if stream.sockets is None else stream.sockets.readers
+        return StreamState(config.tenant, config.model, config.block_tokens, blocks.published, readers, problem, cure)
+
     def gauges(self) -> list[Level]:
         """See `Contents`."""
         found = [Level(DROPPED, (tenant,), count) for tenant, count in self._dropped.items()]
@@ -255,8 +310,13 @@ class KvEvents(Contents):
                 Level(RESTATEMENTS, labels, stream.restated),
                 Level(WITHOUT_TOKENS, labels, blocks.unknown),
                 Level(OF_OTHER_LAYOUTS, labels, blocks.other_layout),
-                Level(REFUSED, labels, stream.sockets.refused if stream.sockets is not None else 0),
             )
+            if (sockets := stream.sockets) is not None:
+                found += (
+                    Level(REFUSED, labels, sockets.shared.refused),
+                    Level(READERS, labels, sockets.readers),
+                    Level(REFUSED_READERS, labels, sockets.refused_readers),
+                )
         return found
 
     def _each(self) -> Iterator[_Stream]:
@@ -268,13 +328,14 @@ class KvEvents(Contents):
     async def _start(self) -> None:
         for each in self._each():
             config = each.config
+            users = frozenset((ROOT, os.geteuid(), *config.uids))
+            assert config.endpoint is not None
             try:
-                each.sockets = Sockets(self._context, config.topic, config.endpoint, config.replay)
-            except zmq.ZMQError as error:
+                each.sockets = Sockets(config.topic, config.endpoint, config.replay, users, each.replay, self._room)
+            except ConfigurationError:
                 self._close_sockets()
-                shown = f"{config.endpoint}, {config.replay}"
-                expected = f"addresses of this machine that are free ({error})"
-                raise ConfigurationError("kv_events", shown, expected) from error
+                raise
+            _say_who_reads(config, each.sockets.endpoints, users)
         self._run = asyncio.get_running_loop().create_task(self._rounds())
 
     async def _rounds(self) -> None:
@@ -325,7 +386,8 @@ class KvEvents(Contents):
     async def _tell(self, stream: _Stream, now: float) -> None:
         sockets = stream.sockets
         assert sockets is not None
-        stream.wanted |= sockets.joined() or stream.blocks.restate_due
+        stream.wanted |= sockets.shared.wanted or stream.blocks.restate_due
+        sockets.shared.wanted = False
         events = stream.blocks.take()
         for start in range(0, len(events), PART):
             stream.send(events[start : start + PART])
@@ -338,8 +400,6 @@ class KvEvents(Contents):
                 await asyncio.sleep(RESTATE_PAUSE_S)
             ended = time.monotonic()
             stream.next_restatement = ended + max(RESTATE_S, RESTATE_REST * (ended - now))
-        for reader, start in sockets.requests():
-            stream.wanted |= not sockets.answer(reader, start, stream.replay)
 
     async def _overtaken(self) -> None:
         """The log has overtaken this thread: look at all segments."""
@@ -387,4 +447,24 @@ class KvEvents(Contents):
         for each in self._each():
             if each.sockets is not None:
                 each.sockets.close()
-        self._context.destroy(linger=0)
+
+
+def _say_who_reads(config: KvEventStream, endpoints: tuple[str, str], users: frozenset[int]) -> None:
+    where = " and ".join(each for each in endpoints if each)
+    if config.open_to_all:
+        log.warning(
+            "KV events of tenant '%s': each process of each machine that reaches %s reads the tokens of its prompts "
+            "for '%s', without encryption: 'beyond_loopback' is set",
+            config.tenant,
+            where,
+            config.model,
+        )
+    else:
+        named = ", ".join(map(str, sorted(users)))
+        log.info(
+            "KV events of tenant '%s' for '%s', with the tokens of prompts, are for uid %s at %s",
+            config.tenant,
+            config.model,
+            named,
+            where,
+        )

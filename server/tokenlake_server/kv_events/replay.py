@@ -1,4 +1,4 @@
-"""The newest messages of a stream, for readers that missed some."""
+"""The newest messages of a stream: each reader has a position in them, and readers that missed some ask for them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,24 @@ class Replay:
         while self._bytes > self._limit and len(self._messages) > 1:
             self._bytes -= len(self._messages.popleft()[1])
 
-    def after(self, start: int) -> list[tuple[int, bytes]] | None:
-        """The messages for a reader that wants those from `start` on: these, or all from the last `AllBlocksCleared`
-        on. None if neither is kept."""
+    @property
+    def end(self) -> int:
+        """The sequence number behind that of the newest message; 0 before the first one."""
+        return self._messages[-1][0] + 1 if self._messages else 0
+
+    def start(self, wanted: int) -> int | None:
+        """The number of the first message for a reader that wants those from `wanted` on: this one, or the last
+        `AllBlocksCleared`. None if neither is kept."""
         if not self._messages:
             return None
-        oldest, newest = self._messages[0][0], self._messages[-1][0]
-        if not oldest <= start <= newest + 1:
-            start = self._cleared
-            if start < oldest:
-                return None
-        return [(sequence, payload) for sequence, payload in self._messages if sequence >= start]
+        oldest = self._messages[0][0]
+        if oldest <= wanted <= self.end:
+            return wanted
+        return self._cleared if self._cleared >= oldest else None
+
+    def next(self, position: int) -> tuple[int, bytes] | None:
+        """The oldest message that is kept with at least the number `position`, and its number; None where there is
+        none yet."""
+        if position >= self.end:
+            return None
+        return self._messages[max(0, position - self._messages[0][0])]

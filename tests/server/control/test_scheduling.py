@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
+from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, LimitReached, Refused
@@ -99,6 +99,12 @@ def test_a_prompt_may_come_as_tokens(two: Cluster, control: Control) -> None:
         message.salt = "another"
         reply = control.prefix_tree(pb.GetPrefixTreeRequest(prompts=[message], segment_tokens=SEGMENT_TOKENS))
         assert list(reply.tree.hit_tokens) == [0]
+        keys = pool.prefix(prompt.tokens, salt=("another", "mine")).keys
+        pool.store_all(keys, prompt.fill, patience=LIMIT_S)
+        for request_salt, hits in (("mine", 3 * SEGMENT_TOKENS), ("other", 0)):
+            message.request_salt = request_salt
+            reply = control.prefix_tree(pb.GetPrefixTreeRequest(prompts=[message], segment_tokens=SEGMENT_TOKENS))
+            assert list(reply.tree.hit_tokens) == [hits]
         message.fingerprint = bytes(32)
         with pytest.raises(Refused, match="fingerprint"):
             control.prefix_tree(pb.GetPrefixTreeRequest(prompts=[message], segment_tokens=SEGMENT_TOKENS))

@@ -46,7 +46,8 @@ class Stream:
     def toml(self, **more: object) -> str:
         """The table of this stream."""
         fields = {"model": MODEL, "endpoint": self.events, "replay": self.replay, "block_tokens": BLOCK, **more}
-        return "\n".join(["[[kv_events]]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items()), ""])
+        given = [f"{name} = {json.dumps(value)}" for name, value in fields.items() if value is not None]
+        return "\n".join(["[[kv_events]]", *given, ""])
 
 
 @contextlib.contextmanager
@@ -57,6 +58,12 @@ def publishing(
     patient = {"match_deadline_ms": "20000", "suspect_ms": "20000"}
     cluster = Cluster(nodes, memory, "1MiB", None, module, **patient)
     streams = [Stream(node.name) for node in cluster.nodes]
+    for stream in streams:
+        given = [str(more.get(name) or "") for name in ("endpoint", "replay")]
+        stream.endpoints = tuple(  # type: ignore[assignment]
+            f"ipc://{each.removeprefix('ipc://')}" if each else default
+            for each, default in zip(given, stream.endpoints, strict=True)
+        )
     for node, stream in zip(cluster.nodes, streams, strict=True):
         file = cluster.directory / f"{node.name}.toml"
         file.write_text(text + stream.toml(**more))
@@ -132,6 +139,12 @@ def _difference(found: Any, expected: Any) -> str:
 
 def beliefs(router: Llmd, stream: Stream, prompts: Sequence[Sequence[int]]) -> list[int]:
     return [router.tokens(tokens, MODEL, stream.pod) for tokens in prompts]
+
+
+def agree(node: Node, stream: Stream, pool: Pool, router: Llmd, prompts: Sequence[Sequence[int]]) -> None:
+    """The router comes to believe what the node has."""
+    truth = expected(pool, held(node), prompts)
+    until(truth, lambda: beliefs(router, stream, prompts))
 
 
 class Breakable:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from tests.server.kv_events.scene import (
     Dynamo,
     Prompts,
     Stream,
+    agree,
     beliefs,
     expected,
     held,
@@ -32,6 +34,8 @@ from tests.server.kv_events.scene import (
 )
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
+from tokenlake_operator.doctor.running import check_node
+from tokenlake_operator.nodes import Node as OperatorNode
 from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
@@ -47,12 +51,6 @@ def fill_pool(pool: Pool, prompts: Prompts, segments: int) -> list[list[int]]:
     while segments > 0:
         segments -= store(pool, prompts.new())
     return prompts.all[first:]
-
-
-def agrees(node: Node, stream: Stream, pool: Pool, router: Llmd, prompts: list[list[int]]) -> None:
-    """The router comes to believe what the node has."""
-    truth = expected(pool, held(node), prompts)
-    until(truth, lambda: beliefs(router, stream, prompts))
 
 
 @pytest.mark.rest
@@ -84,7 +82,7 @@ def test_the_beliefs_after_10_000_stores_and_evictions(python: Path) -> None:
             time.sleep(0.2)
             subscriber.lose = False
             fill_pool(pool, prompts, 10)
-            agrees(node, stream, pool, router, prompts.all[-300:])
+            agree(node, stream, pool, router, prompts.all[-300:])
             start, came = subscriber.replays[-1]
             assert min(start, came) > 0
             dynamo.lose(False)
@@ -97,7 +95,7 @@ def test_the_beliefs_after_10_000_stores_and_evictions(python: Path) -> None:
             time.sleep(0.2)
             subscriber.lose = False
             fill_pool(pool, prompts, 10)
-            agrees(node, stream, pool, router, prompts.all[-300:])
+            agree(node, stream, pool, router, prompts.all[-300:])
             assert subscriber.replays[-1][1] == 0
             assert restatements(node) > restated
             dynamo.lose(False)
@@ -114,12 +112,12 @@ def test_evictions_by_an_operator_and_a_restart(tmp_path: Path) -> None:
         with Subscriber(*stream.endpoints, router.take) as subscriber:
             with cluster.connect(0, LAYOUT) as pool:
                 fill_pool(pool, prompts, 50)
-                agrees(node, stream, pool, router, prompts.all)
+                agree(node, stream, pool, router, prompts.all)
                 with Control.local(node.socket.with_suffix(".control"), call_s=LIMIT_S) as control:
                     control.evict(everything=True)
                 until([0] * len(prompts.all), lambda: beliefs(router, stream, prompts.all))
                 fill_pool(pool, prompts, 50)
-                agrees(node, stream, pool, router, prompts.all)
+                agree(node, stream, pool, router, prompts.all)
             last = subscriber.last
             node.kill()
             node.start()
@@ -127,7 +125,7 @@ def test_evictions_by_an_operator_and_a_restart(tmp_path: Path) -> None:
             until([0] * len(prompts.all), lambda: beliefs(router, stream, prompts.all))
             with cluster.connect(0, LAYOUT) as pool:
                 fill_pool(pool, prompts, 50)
-                agrees(node, stream, pool, router, prompts.all)
+                agree(node, stream, pool, router, prompts.all)
             assert subscriber.last > last, "the numbers of a later start are higher"
 
 
@@ -169,7 +167,7 @@ def test_copies_from_another_node_are_published() -> None:
                 with reader.match(reader.prefix(tokens).keys, deadline_s=LIMIT_S) as lease:
                     lease.fetch(0, lease.hits)
             for node, stream, router in zip(cluster.nodes, streams, routers, strict=True):
-                agrees(node, stream, writer, router, prompts.all)
+                agree(node, stream, writer, router, prompts.all)
             assert all(any(beliefs(router, each, prompts.all)) for each, router in zip(streams, routers, strict=True))
 
 
@@ -182,7 +180,7 @@ def test_segments_that_are_read_back_from_disk(tmp_path: Path) -> None:
         with cluster.connect(0, LAYOUT) as pool, Subscriber(*stream.endpoints, router.take):
             fill_pool(pool, prompts, 600)
             until(True, lambda: total(node, "tokenlake_disk_kept_segments_total") > 50)
-            agrees(node, stream, pool, router, prompts.all)
+            agree(node, stream, pool, router, prompts.all)
             read = 0
             for tokens in prompts.all:
                 before = total(node, "tokenlake_disk_read_segments_total")
@@ -190,7 +188,7 @@ def test_segments_that_are_read_back_from_disk(tmp_path: Path) -> None:
                     lease.fetch(deadline_s=LIMIT_S)
                 read += total(node, "tokenlake_disk_read_segments_total") > before
             assert read > 10
-            agrees(node, stream, pool, router, prompts.all)
+            agree(node, stream, pool, router, prompts.all)
             assert total(node, "tokenlake_kv_event_without_tokens") == 0
 
 
@@ -263,7 +261,7 @@ def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None
                 for each in hungry:
                     each.send_multipart([b"", bytes(8)])
                 fill_pool(pool, prompts, 500)
-            agrees(node, stream, pool, router, prompts.all[-200:])
+            agree(node, stream, pool, router, prompts.all[-200:])
         assert resident(node.process.pid) - before < 64 << 20
         context.destroy(linger=0)
 
@@ -351,3 +349,33 @@ def test_a_message_is_one_that_vllm_decodes() -> None:
         events = [event for each in payloads for event in msgspec.msgpack.decode(each, type=Batch).events]
         stored = {each.block_hashes[0]: each for each in events if isinstance(each, Stored)}
         assert [token for each in stored.values() for token in each.token_ids] == tokens
+
+
+def seen(node: Node) -> tuple[int, list[str]]:
+    """The published segments of the only stream, and what `doctor` finds about it."""
+    with Control.local(node.socket.with_suffix(".control"), call_s=LIMIT_S) as control:
+        answers = OperatorNode(node.name, control, control.status(), control.cluster(), 0.0, 0.0)
+        (stream,) = answers.status.kv_events
+        found = list(check_node(answers))
+        return stream.segments, [f"{each.problem}: {each.cure}" for each in found if each.check == "kv-events-unseen"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"model": "a/typo"}, f"no engine serves 'a/typo'; engines of tenant 'default' serve '{MODEL}': set 'model'"),
+        ({"block_tokens": 7}, "segments have 16 tokens, no multiple of 'block_tokens' = 7: set 'block_tokens'"),
+    ],
+)
+def test_a_stream_in_which_routers_see_nothing(given: dict[str, Any], found: str) -> None:
+    """`doctor` and `status` say why, by name; where routers see segments there is no finding."""
+    with publishing(**given) as (cluster, _), cluster.connect(0, LAYOUT) as pool:
+        assert seen(cluster.nodes[0]) == (0, [])
+        store(pool, Prompts().new())
+        until(True, lambda: any(found in each for each in seen(cluster.nodes[0])[1]))
+        assert seen(cluster.nodes[0])[0] == 0
+    with publishing() as (cluster, _), cluster.connect(0, LAYOUT) as pool:
+        store(pool, Prompts(1).new(), "another")
+        store(pool, Prompts(2).new())
+        until(True, lambda: seen(cluster.nodes[0])[0] > 0)
+        assert not seen(cluster.nodes[0])[1]

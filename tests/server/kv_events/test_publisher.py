@@ -19,7 +19,16 @@ from tokenlake.identity import SegmentKey
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.daemon import core_config
 from tokenlake_server.driver import Driver
-from tokenlake_server.kv_events.publisher import DROPPED, LONG, MAX_INBOX_BYTES, REFUSED, KvEvents
+from tokenlake_server.kv_events import listener
+from tokenlake_server.kv_events.publisher import (
+    DROPPED,
+    LONG,
+    MAX_INBOX_BYTES,
+    READERS,
+    REFUSED,
+    REFUSED_READERS,
+    KvEvents,
+)
 
 CONTENT = bytes(MAX_INBOX_BYTES // 2 + 1)
 
@@ -95,3 +104,31 @@ def test_malformed_requests(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(scene())
     lines = [each.getMessage() for each in caplog.records if "request for a replay" in each.getMessage()]
     assert lines == [f"a request for a replay of 'kv@node:a@{MODEL}' was refused: it is not [empty, number of 8 bytes]"]
+
+
+def test_the_limits_of_a_socket_and_of_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream("a")
+    monkeypatch.setattr(listener, "MAX_READERS", 2)
+    monkeypatch.setattr(listener, "MAX_READERS_OF_ALL", 3)
+
+    async def open_and_count(events: KvEvents, endpoint: str, readers: int, refused: int) -> asyncio.StreamWriter:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        await asyncio.to_thread(
+            wait_until,
+            lambda: (count(events, READERS.name), count(events, REFUSED_READERS.name)) == (readers, refused),
+            f"{readers} readers, {refused} refused",
+        )
+        return writer
+
+    async def scene() -> None:
+        async with published(stream) as events:
+            first, second = stream.endpoints
+            open_ = [await open_and_count(events, first, 1, 0), await open_and_count(events, first, 2, 0)]
+            open_.append(await open_and_count(events, first, 2, 1))
+            open_.append(await open_and_count(events, second, 3, 1))
+            open_.append(await open_and_count(events, second, 3, 2))
+            for writer in open_:
+                writer.close()
+
+    asyncio.run(scene())

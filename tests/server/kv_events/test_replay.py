@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("zmq")
-
 from tokenlake_server.kv_events.replay import Replay
 
 
-def sequences(kept: Replay, start: int) -> list[int] | None:
-    found = kept.after(start)
-    return None if found is None else [sequence for sequence, _ in found]
+def sequences(kept: Replay, wanted: int) -> list[int] | None:
+    position, found = kept.start(wanted), []
+    if position is None:
+        return None
+    while (each := kept.next(position)) is not None:
+        found.append(each[0])
+        position = each[0] + 1
+    return found
 
 
 def test_messages_from_a_number_on() -> None:
     kept = Replay(100)
-    assert kept.after(0) is None
+    assert sequences(kept, 0) is None
     for sequence in range(10, 14):
         kept.add(sequence, b"12345")
     assert sequences(kept, 11) == [11, 12, 13]
     assert sequences(kept, 14) == []
     assert sequences(kept, 9) is None
     assert sequences(kept, 15) is None
-    assert kept.after(13) == [(13, b"12345")]
+    assert kept.next(13) == (13, b"12345")
+    assert kept.next(14) is None
+    assert kept.next(3) == (10, b"12345"), "the oldest one that is kept"
 
 
 def test_beyond_the_limit_the_oldest_messages_go() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.keys import Prefix, TokenIds
+from tokenlake.keys import Prefix, Salt, TokenIds
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
 from tokenlake_client.match import MatchOptions
@@ -87,7 +87,7 @@ class CachePool(Protocol):
         """The name of the daemon's node."""
         ...
 
-    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: Salt = None) -> Prefix:
         """The keys of a prompt's segments, hash-chained over its tokens."""
         ...
 

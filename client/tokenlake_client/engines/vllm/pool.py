@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
-from tokenlake.keys import Prefix, TokenIds
+from tokenlake.keys import Prefix, Salt, TokenIds
 from tokenlake.wire import Code
 from tokenlake_client.match import MatchOptions
 
@@ -159,7 +159,7 @@ class SchedulerPool(Protocol):
         tokens: TokenIds = (),
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
         weights_digest: str | None = None,
     ) -> Prefix:

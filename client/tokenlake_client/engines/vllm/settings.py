@@ -133,7 +133,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             kinds.optional(kinds.text()),
             "part of every key: engines share only with engines of the same salt. The `cache_salt` of a request is "
-            "part of its keys too",
+            "part of its keys too, apart from this one: a client that sends the salt of another engine shares nothing "
+            "with it",
             why="all engines of a tenant share",
             default="none",
         ),

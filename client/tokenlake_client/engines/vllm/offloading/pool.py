@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
+from tokenlake.keys import Salt
 from tokenlake_client.engines.vllm.pool import Reservation
 from tokenlake_client.match import MatchOptions
 
@@ -95,7 +96,7 @@ class ChunkPool(Protocol):
         engine_keys: Iterable[tuple[int, bytes]],
         *,
         adapter: str | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
         weights_digest: str | None = None,
     ) -> list[SegmentKey]:
         """The keys of segments: for each, (number of its cache group, vLLM's hash of its last block)."""
