@@ -48,7 +48,7 @@ def digest(emitted: list[list[Instruction]]) -> str:
 def busy() -> Cluster:
     """Every kind of event: engines of two tenants, faults of nodes, disks and network, a node that joins and drains,
     then a quiet end."""
-    cluster = Cluster(3, seed=5, recording=True, disk_places=10)
+    cluster = Cluster(3, seed=12, recording=True, disk_places=10)
     random = cluster.clock.random
     for turn in range(300):
         if len(cluster.alive()) < 5:
@@ -82,6 +82,8 @@ def busy() -> Cluster:
             cluster.node((turn - 150) // 2).deliver(events.DiskGone(0, "input/output error"))
         if turn in (151, 153, 155):
             cluster.node((turn - 151) // 2).find_disk()
+        if turn == 290:
+            cluster.node(1).deliver(events.EvictRequested(1000, "red", b""))
         if turn == 295:
             cluster.node(1).deliver(events.SaveRequested(1.0))
         if turn % 50 == 20:

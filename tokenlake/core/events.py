@@ -193,7 +193,7 @@ class DiskReady(_Event, frozen=True, tag=20):
     device: int
     """Index of the device in the setting `disk`."""
     capacity_bytes: int
-    """Bytes for the places of all slabs (`tokenlake.disk.places.stride`)."""
+    """Bytes for all slabs and their tables (`tokenlake.disk.places.slab_bytes`)."""
     read_bytes_per_s: float
     write_bytes_per_s: float
 
@@ -230,6 +230,13 @@ class DiskWritten(_Event, frozen=True, tag=24):
     otherwise."""
 
     write: int
+    codes: bytes
+
+
+class DiskErased(_Event, frozen=True, tag=26):
+    """A `DiskErase` has ended. `codes`: per segment, COMMITTED where it is erased on the device, LOST otherwise."""
+
+    erase: int
     codes: bytes
 
 
@@ -270,6 +277,7 @@ Event = (
     | DiskRecovered
     | DiskGone
     | DiskWritten
+    | DiskErased
     | SaveRequested
     | Tick
 )

@@ -30,7 +30,7 @@ from tokenlake.disk.admission import DAY_S, SHARE, Admission, DailyBudget, Refus
 from tokenlake.disk.index import NO_ENTRY, Index
 from tokenlake.disk.notes import Note, Notes
 from tokenlake.disk.order import TOGETHER_S, Order
-from tokenlake.disk.places import Place, stride
+from tokenlake.disk.places import Place, footprint, slab_bytes
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.rate import Rate
@@ -60,7 +60,8 @@ class Slab:
         self.device = device
         self.tenant = tenant
         self.slot_bytes = slot_bytes
-        self.stride = stride(slot_bytes)
+        self.footprint = footprint(slot_bytes)
+        """Bytes of a place and its record."""
         self.order = order
         self.free = array("I")
         """Free places; the last one is used next."""
@@ -79,8 +80,12 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places of the slab."""
-        return len(self.entries) * self.stride
+        """Bytes of the slab and its table."""
+        return slab_bytes(self.slot_bytes, len(self.entries))
+
+    def cost(self, places: int) -> int:
+        """Bytes by which the slab grows with so many further places."""
+        return slab_bytes(self.slot_bytes, len(self.entries) + places) - self.nbytes
 
 
 class Device:
@@ -94,6 +99,8 @@ class Device:
         reads."""
         self.writable = False
         """True once everything on it was found."""
+        self.unerased = False
+        """True once segments on it could not be erased, until the device is opened anew."""
         self.used = 0
         """Bytes of all places of its slabs."""
         self.writing = 0
@@ -110,6 +117,8 @@ class Forgotten(NamedTuple):
     place: Place
     rule: str
     """Why; see `tokenlake.store.removals`."""
+    erase: bool = False
+    """True if the bytes must never be found again. The place counts as read until the caller ends that (`end_read`)."""
 
 
 class SlabUse(NamedTuple):
@@ -157,6 +166,8 @@ class DiskTier:
         self._notes = Notes()
         self._writing: set[int] = set()
         """Entries that are being written; not iterated over."""
+        self._erased_when_written: set[int] = set()
+        """Those of them whose segment became void meanwhile, so that it must never be found again."""
         self._reads: dict[tuple[int, int], int] = {}
         """Number of reads under way, by (number of the slab, place)."""
         self._voids: deque[tuple[Slab, int]] = deque()
@@ -251,7 +262,7 @@ class DiskTier:
         victim = None if room else slab.order.victim(now)
         if not room and victim is None:
             return Refusal.QUEUE
-        if self._writes_per_day and device.budget.left(now) < slab.stride:
+        if self._writes_per_day and device.budget.left(now) < slab.footprint:
             return Refusal.DAY
         admission = self._admission(segment.tenant, segment.slot_bytes)
         least = victim[1] if victim is not None else 0.0
@@ -286,25 +297,27 @@ class DiskTier:
         segment.disk = entry
         self._writing.add(entry)
         self._admission(segment.tenant, segment.slot_bytes).wrote(1)
-        slab.device.writing += slab.stride
-        slab.device.budget.spend(slab.stride, now)
+        slab.device.writing += slab.footprint
+        slab.device.budget.spend(slab.footprint, now)
         return entry
 
     def written(self, entry: int, segment: Segment, done: bool) -> bool:
         """Handle the end of the write of an entry. `done`: its bytes are on the device. Returns True if the segment is
         on disk from now on; False also if it left memory during the write, which makes its entry void."""
         slab = self.slab(entry)
-        slab.device.writing -= slab.stride
+        slab.device.writing -= slab.footprint
         self._writing.discard(entry)
         kept = segment.disk == entry
-        if not done or slab.void:
+        erase = entry in self._erased_when_written
+        self._erased_when_written.discard(entry)
+        if slab.void or not (done or erase):
             if kept:
                 segment.disk = NO_ENTRY
             self._remove(slab, entry)
             self._drop_void(slab)
             return False
         if not kept:
-            self.forget(entry)
+            self.forget(entry, erase=erase)
             return False
         slab.resident[entry] = segment, segment.touched
         return True
@@ -340,16 +353,18 @@ class DiskTier:
                 resident.move_to_end(entry)
         return None
 
-    def left(self, segment: Segment, accesses: int, now: float, *, keep: bool) -> bool:
-        """A segment with an entry left memory. `keep`: its bytes on disk still count. Returns True if it stays on
-        disk."""
+    def left(self, segment: Segment, accesses: int, now: float, *, keep: bool, erase: bool = False) -> bool:
+        """A segment with an entry left memory. `keep`: its bytes on disk still count; `erase`: they must never be found
+        again. Returns True if it stays on disk."""
         entry, segment.disk = segment.disk, NO_ENTRY
         slab = self.slab(entry)
         slab.resident.pop(entry, None)
         if entry in self._writing:
+            if erase:
+                self._erased_when_written.add(entry)
             return False
         if not keep or slab.void:
-            self.forget(entry)
+            self.forget(entry, erase=erase)
             return False
         self._index.set_note(entry, self._notes.pack(Note(segment.depth, accesses, segment.hints)))
         self._settle(slab, entry, segment.touched, now)
@@ -420,13 +435,19 @@ class DiskTier:
 
     # -- leaving
 
-    def forget(self, entry: int, rule: str = DISK_RULE) -> None:
-        """Remove the entry of a segment, which is void on disk. Its place is free once no read of it is under way."""
+    def forget(self, entry: int, rule: str = DISK_RULE, *, erase: bool = False) -> None:
+        """Remove the entry of a segment, which is void on disk. Its place is free once no read of it is under way.
+        `erase`: its bytes must never be found again, whatever happens to the index."""
         slab = self.slab(entry)
         if entry in slab.resident:
             slab.resident.pop(entry)[0].disk = NO_ENTRY
         if not slab.void:
-            self.forgotten.append(Forgotten(slab, self.key(entry), self.place(entry), rule))
+            place = self.place(entry)
+            self.forgotten.append(Forgotten(slab, self.key(entry), place, rule, erase))
+            if erase:
+                # No other segment gets the place before its bytes are erased.
+                at = slab.number, place.slot
+                self._reads[at] = self._reads.get(at, 0) + 1
         self._leave_order(slab, entry)
         self._holds.pop(entry, None)
         self._remove(slab, entry)
@@ -484,7 +505,7 @@ class DiskTier:
         return bool(slab.free) or self._may_grow(slab)
 
     def _may_grow(self, slab: Slab) -> bool:
-        return slab.device.used + slab.stride <= slab.device.capacity and self._within_quota(slab)
+        return slab.device.used + slab.cost(1) <= slab.device.capacity and self._within_quota(slab)
 
     def _within_quota(self, slab: Slab) -> bool:
         """Returns True if one more place of the slab is within the quota of its tenant."""
@@ -492,15 +513,15 @@ class DiskTier:
         if quota >= 1.0:
             return True
         taken = sum(each.nbytes for each in device.slabs.values() if each.tenant == slab.tenant)
-        return taken + slab.stride <= quota * device.capacity
+        return taken + slab.cost(1) <= quota * device.capacity
 
     def _take(self, slab: Slab) -> int:
         """Take a free place of the slab, which has room or has just given one up."""
         if slab.free:
             return slab.free.pop()
+        slab.device.used += slab.cost(1)
         slab.entries.append(0)
         slab.generations.append(slab.newest)
-        slab.device.used += slab.stride
         return len(slab.entries) - 1
 
     def _make_room(self, slab: Slab) -> None:
@@ -510,11 +531,11 @@ class DiskTier:
         largest = max(device.slabs.values(), key=lambda each: each.nbytes)
         sharing = sum(each is slab or each.nbytes > 0 for each in device.slabs.values())
         part = device.capacity / sharing
-        if largest is slab or slab.nbytes + slab.stride > part or not self._within_quota(slab):
+        if largest is slab or slab.nbytes + slab.cost(1) > part or not self._within_quota(slab):
             return
         last = len(largest.entries)
-        while len(largest.entries) > last - SHRUNK and device.used + slab.stride * SHRUNK > device.capacity:
-            if largest.nbytes - largest.stride < part:
+        while len(largest.entries) > last - SHRUNK and device.used + slab.footprint * SHRUNK > device.capacity:
+            if largest.nbytes - largest.footprint < part:
                 break
             slot = len(largest.entries) - 1
             entry = largest.entries[slot] - 1 if slot >= 0 else NO_ENTRY
@@ -526,7 +547,7 @@ class DiskTier:
             largest.free.remove(slot)
             largest.newest = max(largest.newest, largest.generations.pop())
             largest.entries.pop()
-            device.used -= largest.stride
+            device.used -= largest.cost(1)
         if len(largest.entries) < last:
             self.trimmed[largest.number] = largest
 
@@ -565,14 +586,14 @@ class DiskTier:
         except ValueError:
             return None
         beyond = place.slot - len(slab.entries) + 1
-        if beyond > 0 and device.used + beyond * slab.stride > device.capacity:
+        if beyond > 0 and device.used + slab.cost(beyond) > device.capacity:
             return None
         if self._index.find(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
             return None
-        for _ in range(beyond):
-            slab.entries.append(0)
-            slab.generations.append(0)
-            device.used += slab.stride
+        if beyond > 0:
+            device.used += slab.cost(beyond)
+            slab.entries.extend([0] * beyond)
+            slab.generations.extend([0] * beyond)
         entry = self._index.add(key, slab.number, place.slot, shards, note)
         slab.entries[place.slot] = entry + 1
         slab.generations[place.slot] = place.generation
@@ -600,6 +621,10 @@ class DiskTier:
                 segment.disk = NO_ENTRY
             slab.resident.clear()
             self._voids.append((slab, 0))
+
+    def erases_when_written(self, entry: int) -> bool:
+        """True for an entry that is being written and whose segment must never be found."""
+        return entry in self._erased_when_written
 
     def sweep(self, entries: int) -> list[tuple[TenantId, SegmentKey]]:
         """Remove some entries of devices that have gone. Returns their tenants and keys; an empty list at the end."""
@@ -631,7 +656,7 @@ class DiskTier:
         for device in self.devices.values():
             for slab in device.slabs.values():
                 count = len(slab.entries) - len(slab.free)
-                yield SlabUse(device.number, slab.tenant, slab.slot_bytes, count, count * slab.stride)
+                yield SlabUse(device.number, slab.tenant, slab.slot_bytes, count, count * slab.footprint)
 
     def budgets(self, now: float) -> dict[int, float]:
         """The bytes that may be written now by the budget of bytes per day, by device; empty where there is none."""
@@ -667,5 +692,5 @@ class DiskTier:
         for device in self.devices.values():
             assert device.used == sum(slab.nbytes for slab in device.slabs.values())
             assert device.writing == sum(
-                self.slab(each).stride for each in self._writing if self.slab(each).device is device
+                self.slab(each).footprint for each in self._writing if self.slab(each).device is device
             )

@@ -32,12 +32,14 @@ from tokenlake_server.control.operations import Admin
 from tokenlake_server.control.scheduling import Scheduling
 from tokenlake_server.control.service import STALL_S, Context, Stream, Unary, abort_with, handlers_of, require_role
 from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
+from tokenlake_server.disk.tier import DiskTier
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.local_socket import prepare
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peer_measurement import PeerMeasurement
+from tokenlake_server.standing_orders import StandingOrders
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["ControlServer"]
@@ -88,6 +90,8 @@ class ControlServer:
         snapshot: Callable[[], Snapshot],
         controls: Callable[[], Mapping[str, str]],
         measurement: PeerMeasurement,
+        orders: StandingOrders,
+        disk: DiskTier,
     ) -> None:
         """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
         are called on the control loop. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
@@ -95,7 +99,9 @@ class ControlServer:
         self._bridge = Bridge(driver, loop)
         engines.on_other_answer = self._bridge.answered
         self._callers = Callers(config.cluster, tenants)
-        self._admin = Admin(self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement)
+        self._admin = Admin(
+            self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement, orders, disk
+        )
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: Scheduling(self._bridge, driver, engines).functions,
             admin_pb2.DESCRIPTOR: self._admin.functions,
