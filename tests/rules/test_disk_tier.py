@@ -12,10 +12,10 @@ from tokenlake.disk.admission import MAX_CREDIT, Admission, DailyBudget, Refusal
 from tokenlake.disk.notes import Note, Notes
 from tokenlake.disk.places import footprint
 from tokenlake.disk.reads import READS, ReadQueue
-from tokenlake.disk.tier import DiskTier
+from tokenlake.disk.tier import MAX_TENANT_SLABS, DiskTier
 from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
-from tokenlake.store import Kind
+from tokenlake.store import Kind, State
 from tokenlake.store.eviction.odds import Odds
 
 
@@ -379,3 +379,89 @@ def test_a_segment_on_disk_takes_little_memory() -> None:
         tracemalloc.stop()
     print(f"{taken / count:.0f} bytes per segment", file=sys.stderr)
     assert taken / count < 160
+
+
+# -- slabs of several sizes
+
+
+def filled(tier: DiskTier, slot_bytes: int, numbers: range, now: float, tenant: TenantId = TENANT) -> int:
+    """Write segments of one size as memory evicts them. Returns how many were written."""
+    done = 0
+    for number in numbers:
+        segment = segment_of(number, now, tenant, slot_bytes)
+        tier.evicted(tenant, slot_bytes, 2, now)
+        entry = tier.admit(segment, 1, 1.0, now)
+        if not isinstance(entry, Refusal):
+            assert tier.written(entry, segment, True)
+            segment.state = State.GONE
+            tier.left(segment, 1, now, keep=True)
+            done += 1
+        now += 1.0
+    tier.check_integrity()
+    return done
+
+
+def sizes_of(tier: DiskTier) -> dict[int, int]:
+    return {each.slot_bytes: each.segments for each in tier.usage()}
+
+
+def test_places_follow_use() -> None:
+    """A size that is not used any more gives its places to one that is, whatever the sizes are."""
+    tier = tier_of(300)
+    small, large = SLOT, 40 * SLOT
+    assert filled(tier, small, range(300), 0.0) == 300
+    filled(tier, large, range(1000, 1100), 20_000.0)
+    found = sizes_of(tier)
+    assert found[large] * large > 0.9 * 300 * small
+    filled(tier, small, range(2000, 2400), 60_000.0)
+    found = sizes_of(tier)
+    assert found[small] > 250
+    assert tier.devices[0].used <= tier.devices[0].capacity
+
+
+def test_sizes_in_use_share_by_their_use() -> None:
+    tier = tier_of(400, slabs=2)
+    other = 2 * SLOT
+    filled(tier, SLOT, range(400), 0.0)
+    for turn in range(100):
+        filled(tier, SLOT, range(1000 + 4 * turn, 1004 + 4 * turn), 1000.0 + 10 * turn)
+        filled(tier, other, range(9000 + 2 * turn, 9002 + 2 * turn), 1005.0 + 10 * turn)
+    found = sizes_of(tier)
+    # Memory evicted as many bytes of both per second.
+    assert 0.4 < found[other] * other / (found[SLOT] * SLOT) < 2.5
+
+
+def test_a_segment_that_no_slab_makes_room_for_evicts_nothing() -> None:
+    tier = tier_of(100)
+    filled(tier, SLOT, range(100), 0.0)
+    evicted = tier.evictions
+    filled(tier, 300 * SLOT, range(1000, 1010), 100.0)
+    assert (tier.evictions, sizes_of(tier)) == (evicted, {SLOT: 100})
+    assert len(tier.devices[0].slabs) == 1
+
+
+def test_many_sizes_of_one_tenant_take_its_part_only() -> None:
+    tier, blue = tier_of(200, slabs=30), TenantId("blue")
+    for size in range(20):
+        filled(tier, SLOT + 4096 * size, range(100 * size, 100 * size + 10), 100.0 * size)
+    assert filled(tier, SLOT, range(100), 3000.0, blue) == 100
+    used = {each.tenant: 0 for each in tier.usage()}
+    for slab in tier.devices[0].slabs.values():
+        used[slab.tenant] += slab.nbytes
+    assert used[blue] > 0.4 * tier.devices[0].capacity
+
+
+def test_the_slabs_of_a_tenant_have_a_limit() -> None:
+    tier, now = tier_of(10_000), 0.0
+    for size in range(MAX_TENANT_SLABS):
+        now += 1.0
+        assert filled(tier, 4096 * (size + 1), range(1), now) == 1
+    more = 4096 * (MAX_TENANT_SLABS + 1)
+    segment = segment_of(1, now, TENANT, more)
+    assert tier.admit(segment, 1, 1.0, now) is Refusal.SLABS
+    assert len(tier.devices[0].slabs) == MAX_TENANT_SLABS
+    # Another tenant has slabs of its own.
+    assert filled(tier, more, range(1), now, TenantId("blue")) == 1
+    # The slab that is used least leaves for a size that is used.
+    assert filled(tier, more, range(20), now + 50_000.0) > 10
+    tier.check_integrity()

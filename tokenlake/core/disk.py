@@ -392,11 +392,9 @@ class Disk:
         )
 
     def recovered(self, event: DiskRecovered) -> None:
-        """Everything on a device was found. The slabs give back what is behind their last segment: an earlier process
-        may have had more space there."""
+        """Everything on a device was found. Its slabs give back what is behind their last segment."""
         self._tier.recovered(event.device)
-        for slab in self._tier.devices[event.device].slabs.values():
-            self._context.emit(DiskTrim(event.device, slab.tenant, slab.slot_bytes, len(slab.entries)))
+        self._emit_forgotten()
 
     def check_device(self, event: DiskFound | DiskRecovered) -> None:
         """Raises `ValueError` for a device that is not in use. Changes nothing."""
