@@ -319,6 +319,8 @@ class _File:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
                 raise OSError(errno.EINVAL, "it is a link to a file elsewhere, or no file")
+            if found.st_uid not in (os.geteuid(), os.stat(self.path.parent).st_uid):
+                raise OSError(errno.EPERM, "it belongs to another user")
             yield descriptor
         finally:
             os.close(descriptor)

@@ -122,6 +122,14 @@ def test_a_link_is_no_file_of_orders(link: object, tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "precious"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_a_file_of_another_user_is_not_used(tmp_path: Path) -> None:
+    orders_of(tmp_path / "orders")
+    os.chown(tmp_path / "orders", 65534, 65534)
+    orders = orders_of(tmp_path / "orders")
+    assert saved(orders) == [f"{tmp_path / 'orders'}: it belongs to another user"]
+
+
 def test_the_orders_have_limits(tmp_path: Path) -> None:
     orders = orders_of(tmp_path / "orders")
     for number in range(MAX_RETIRED + 1):

@@ -187,8 +187,8 @@ class EvictRequested(_Event, frozen=True, tag=18):
 
 class DiskReady(_Event, frozen=True, tag=20):
     """A device of the disk tier was opened, or is used again after a failure: `DiskFound` follows for all segments in
-    its index, then `DiskRecovered`, and the rules write to the device from then on. The event also tells a new capacity
-    of a device in use: then neither of them follows, and the rates do not count."""
+    its tables, then `DiskRecovered`, and the rules write to the device from then on. The event also tells a new
+    capacity of a device in use: then neither of them follows, and the rates do not count."""
 
     device: int
     """Index of the device in the setting `disk`."""
@@ -212,7 +212,7 @@ class DiskFound(_Event, frozen=True, tag=21):
 
 
 class DiskRecovered(_Event, frozen=True, tag=22):
-    """All segments in the index of a device were passed in."""
+    """All segments on a device were passed in."""
 
     device: int
 

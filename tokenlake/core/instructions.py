@@ -163,7 +163,7 @@ class EvictionDone(_Instruction, frozen=True, tag=14):
 
 
 class DiskWrite(_Instruction, frozen=True, tag=15):
-    """Write segments to a device: the bytes, then a sync of the batch, then the records of the index. Until the driver
+    """Write segments to a device: the bytes, then a sync of the batch, then the records of the places. Until the driver
     has passed in `DiskWritten`, exactly once, the memory slots stay pinned and the places get no other segment."""
 
     write: int

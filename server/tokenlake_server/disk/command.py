@@ -43,7 +43,7 @@ __all__ = ["disk"]
 _path = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 ATTEMPTS = 5
-"""Attempts to read an index that a running daemon replaces meanwhile."""
+"""Attempts to read tables of which a running daemon removes one meanwhile."""
 
 
 @click.group()
@@ -181,7 +181,7 @@ def _survey(files: DirectoryFiles) -> list[SurveyedSlab]:
         try:
             return survey(files)
         except FileNotFoundError:
-            # A running daemon has made a snapshot meanwhile.
+            # A running daemon has removed a slab meanwhile.
             if attempt == ATTEMPTS:
                 raise
     raise AssertionError

@@ -2,7 +2,7 @@
 
 ::
 
-    control loop                    4 threads "disk-N"                    thread "disk-N-index"
+    control loop                    4 threads "disk-N"                    thread "disk-N-table"
       | DiskRead  ---> queue ------>| bytes, verification                   |
       |<------------- FetchDone ----|                                       |
       | DiskWrite ---> queue ------>| bytes                                 |
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 THREADS = 4
 """Threads of a device that read and write segments; more give no more bandwidth."""
 RESERVE_BYTES = 64 << 20
-"""Bytes of the file system that are left free, for the index and for other programs."""
+"""Bytes of the file system that are left free, for other programs."""
 FREE_SHARE = 0.95
 """Share of the free space that a device without a size takes."""
 PROBE_PIECE = 1 << 20
@@ -245,17 +245,17 @@ class Device:
         self._lock = threading.Lock()
         """Guards all fields below."""
         self._changed = threading.Condition(self._lock)
-        """Wakes the thread of the index when there are records for it, or when the state has changed."""
+        """Wakes the thread of the tables when there are records for it, or when the state has changed."""
         self._queued = threading.Condition(self._lock)
         """Wakes the other threads when there are segments to read or write, or when the daemon ends."""
         self._store: DiskStore | None = None
         """None while the device is not in use."""
         self._opened: DiskStore | None = None
-        """The files as they are open; of the thread of the index."""
+        """The files as they are open; of the thread of the tables."""
         self._queue = _Queue()
         self._jobs: dict[int, _Read] = {}
         self._records: deque[_Write | _Erase | DiskForget | DiskTrim] = deque()
-        """The changes that the thread of the index has to record, in order."""
+        """The changes that the thread of the tables has to record, in order."""
         self._running: dict[str, float] = {}
         """Begin of the operation of each thread."""
         self._errors: deque[float] = deque()
@@ -274,7 +274,7 @@ class Device:
             threading.Thread(target=self._work, args=(thread == 0,), name=f"{name}.{thread}", daemon=True)
             for thread in range(THREADS)
         ]
-        self._keeper = threading.Thread(target=self._keep, name=f"{name}-index", daemon=True)
+        self._keeper = threading.Thread(target=self._keep, name=f"{name}-table", daemon=True)
 
     def start(self) -> None:
         """Begin to open the device. Raises `LimitReached` where no threads can be started."""
@@ -434,7 +434,7 @@ class Device:
 
     def _ended(self, job: _Job, count: int) -> Event | None:
         """Count segments of a job that have ended. Returns the event of a job that has ended; a write with bytes on the
-        device goes to the thread of the index instead."""
+        device goes to the thread of the tables instead."""
         job.left -= count
         if job.left:
             return None
@@ -524,7 +524,7 @@ class Device:
             done += [write.done() for write in writes]
         return [event for event in done if event is not None]
 
-    # -- the thread of the index
+    # -- the thread of the tables
 
     def _keep(self) -> None:
         wait_s = self._patience.check_s
@@ -700,7 +700,7 @@ class Device:
                 next_capacity = now + (min(patience.capacity_s, FULL_S) if self._problem else patience.capacity_s)
 
     def _ending(self) -> bool:
-        """True if the daemon ends and no thread reads or writes. Called while the thread of the index does not use the
+        """True if the daemon ends and no thread reads or writes. Called while the thread of the tables does not use the
         files."""
         return self._closing and not self._running
 
