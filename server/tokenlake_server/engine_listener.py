@@ -52,7 +52,7 @@ stays readable then: without the pause the loop would spin."""
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
 ORDERS_S = 1.0
-"""Seconds until new sizes of segments are saved with the orders, so that many together take one save."""
+"""Seconds between two saves of new sizes of segments with the orders."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -124,6 +124,7 @@ class EngineListener:
         self._orders = orders
         self._saving_orders = False
         """True while the orders are to be saved soon."""
+        self._orders_saved = loop.time() - ORDERS_S
         self._tasks: set[asyncio.Task[list[str]]] = set()
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
@@ -370,7 +371,7 @@ class EngineListener:
     def _remember(self, tenant: str, layout: AnyLayout) -> None:
         if self._orders.stores(tenant, layout.weights_digest, layout.segment_bytes) and not self._saving_orders:
             self._saving_orders = True
-            self._loop.call_later(ORDERS_S, self._save_orders)
+            self._loop.call_at(self._orders_saved + ORDERS_S, self._save_orders)
         known = self._layouts.setdefault(tenant, OrderedDict())
         fingerprint = bytes(layout.fingerprint())
         known[fingerprint] = layout
@@ -380,6 +381,7 @@ class EngineListener:
 
     def _save_orders(self) -> None:
         self._saving_orders = False
+        self._orders_saved = self._loop.time()
         task = self._loop.create_task(self._orders.save())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

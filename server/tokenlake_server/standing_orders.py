@@ -22,12 +22,14 @@ import os
 import stat
 import struct
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tokenlake.errors import LimitReached
 from tokenlake.keys import KEY_BYTES
 from tokenlake.metrics import Level, Metric
 
@@ -95,8 +97,8 @@ class _Content(msgspec.Struct, array_like=True):
 
 
 class StandingOrders:
-    """The orders of one daemon. Its methods may be called from any thread and do not block, but for `load`; `save` is
-    called on the loop."""
+    """The orders of one daemon. Its methods may be called from any thread and do not block, but for `load` and `take`;
+    `save` is called on the loop."""
 
     def __init__(self, home: Path, directories: Sequence[str] = (), tenants: int = 1) -> None:
         """`home`: the file that is always written; `directories`: those of the disk tier; `tenants`: their number."""
@@ -112,9 +114,19 @@ class StandingOrders:
         self._forgotten = 0
 
     def load(self) -> None:
-        """Read the orders of earlier daemons. A file that cannot be read is logged, and tried again by `take`."""
-        for file in self._files:
-            self._take(file)
+        """Read the orders of earlier daemons, for at most `ANSWER_S`. A file that cannot be read is logged, and tried
+        again by `take`. Raises `LimitReached` where no threads can be started."""
+        threads = [threading.Thread(target=self._take, args=(file,), daemon=True) for file in self._files]
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:
+            raise LimitReached(f"the orders of operators cannot be read: {error}") from error
+        until = time.monotonic() + ANSWER_S
+        for thread, file in zip(threads, self._files, strict=True):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                log.warning("orders of operators in %s are not known yet: it does not answer", file.path)
 
     def take(self, directory: str) -> None:
         """A device can be used: take the orders that are in its directory."""

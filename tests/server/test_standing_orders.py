@@ -7,12 +7,14 @@ import os
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, store
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, store, total, wait_until
 from tokenlake.errors import LayoutRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake_client import Pool
+from tokenlake_server.disk.store import Identity, pack_identity
 from tokenlake_server.standing_orders import (
     COPY_BYTES,
     MAX_DROPPED_KEYS,
@@ -210,3 +212,45 @@ def test_segments_evicted_from_a_disk_do_not_return(tmp_path: Path) -> None:
         node.wait_disk()
         with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
             assert lease.hits == 0
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("how", ["evict", "retire"])
+def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> None:
+    """The answer names the device, and a later daemon does not find the segments there."""
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    with Cluster(1, "8MiB", "1MiB", disk=f"{tmp_path}:64MiB") as cluster:
+        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 8)
+        node.wait_disk()
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, prompt)
+            # Before the daemon is stopped: the size of the segments of these weights is remembered.
+            kept = Path(f"{node.socket}.orders")
+            wait_until(lambda: any(kept.read_bytes()), "the orders are saved")
+        node.stop()
+        identity = tmp_path / "tokenlake-disk.json"
+        right = identity.read_bytes()
+        found = msgspec.json.decode(right.partition(b"\n")[0], type=Identity)
+        identity.write_bytes(pack_identity(msgspec.structs.replace(found, encrypted=True)))
+        node.start()
+        cluster.wait_ready()
+        with local(node) as control:
+            wait_until(lambda: bool(control.status().disks[0].problem), "the device is set aside")
+            retire = how == "retire"
+            answer = control.weights_changed(LAYOUT.weights_digest) if retire else control.evict(everything=True)
+            (named,) = answer.unremoved
+            assert named.startswith(f"{tmp_path}: its segments are encrypted")
+            assert not answer.unrecorded
+        assert total(node, "tokenlake_disk_waiting_removals") == 1
+        node.kill()
+        identity.write_bytes(right)
+        node.start()
+        cluster.wait_ready()
+        node.wait_disk()
+        other = msgspec.structs.replace(LAYOUT, weights_digest="another") if retire else LAYOUT
+        with cluster.connect(0, other) as pool, match(pool, prompt, 2.0) as lease:
+            assert lease.hits == 0
+        assert total(node, "tokenlake_disk_segments") == 0
+        wait_until(lambda: total(node, "tokenlake_disk_waiting_removals") == 0, "nothing waits")

@@ -279,7 +279,9 @@ class DiskStore:
         self._lock = threading.Lock()
         """Guards `_slabs` and the size of slabs. It is held while the file system makes or resizes a slab."""
         self._ends: dict[tuple[str, int], int] = {}
-        """Number of places that each slab is to keep at least, by the orders so far. Changed on the control loop."""
+        """Number of places that each slab is to keep at least, by the orders so far."""
+        self._ends_lock = threading.Lock()
+        """Guards `_ends`. It is held for no operation on files, so that the control loop may take it."""
         self._names_changed = False
         self.keys = DiskKeys()
         self.aside = ""
@@ -424,7 +426,6 @@ class DiskStore:
 
     def _remove_slab(self, slab: _OpenSlab) -> None:
         self._slabs.pop((slab.slab.tenant, slab.slab.slot_bytes))
-        self._ends.pop((slab.slab.tenant, slab.slab.slot_bytes), None)
         self._remove(slab.slab.number, [slab.file, slab.table])
 
     def _drop(self, drop: Drop, scanned: dict[int, Scanned]) -> None:
@@ -435,6 +436,7 @@ class DiskStore:
             if not drop.covers(each.slab.tenant, each.slab.slot_bytes):
                 continue
             if not keys:
+                self._ends.pop((each.slab.tenant, each.slab.slot_bytes), None)
                 self._remove_slab(each)
                 del scanned[each.slab.number]
                 continue
@@ -465,6 +467,7 @@ class DiskStore:
                 yield from self._parts(each, self._restore(each, damaged[at : at + MAX_FOUND]), empty)
         for each in empty.values():
             # The rules do not know of it, so they could not give its bytes to another slab.
+            self._ends.pop((each.slab.tenant, each.slab.slot_bytes), None)
             self._remove_slab(each)
 
     def _parts(self, slab: _OpenSlab, stored: Records, empty: dict[int, _OpenSlab]) -> Iterator[Found]:
@@ -518,11 +521,13 @@ class DiskStore:
     def will_write(self, tenant: str, slot_bytes: int, places: int) -> None:
         """A write to some of the first `places` places of a slab is ordered: a trim that was ordered before and is
         still to be carried out keeps these."""
-        self._ends[tenant, slot_bytes] = max(places, self._ends.get((tenant, slot_bytes), 0))
+        with self._ends_lock:
+            self._ends[tenant, slot_bytes] = max(places, self._ends.get((tenant, slot_bytes), 0))
 
     def will_trim(self, tenant: str, slot_bytes: int, places: int) -> None:
         """A `trim` is ordered; no write behind the first `places` places is under way."""
-        self._ends[tenant, slot_bytes] = places
+        with self._ends_lock:
+            self._ends[tenant, slot_bytes] = places
 
     # -- segments
 
@@ -685,7 +690,10 @@ class DiskStore:
             if slab is None:
                 return
             # Read under the lock: a write that is ordered later takes the lock later, and lets the slab grow again.
-            kept = max(places, self._ends.get((tenant, slot_bytes), 0))
+            with self._ends_lock:
+                kept = max(places, self._ends.get((tenant, slot_bytes), 0))
+                if not kept:
+                    self._ends.pop((tenant, slot_bytes), None)
             if kept:
                 self._cut(slab, kept)
             else:
