@@ -40,7 +40,8 @@ from tokenlake_server.contents import Contents
 from tokenlake_server.disk.device import THREADS, Device, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
-from tokenlake_server.disk.index import RECORD, Index, Kind
+from tokenlake_server.disk.table import RECORD, STORED, scan, seal, table_bytes, write_records
+from tokenlake_server.standing_orders import StandingOrders
 
 __all__ = ["DiskArguments", "DiskResult", "run_disk"]
 
@@ -212,7 +213,8 @@ class Rig:
         # One content for all segments: its making would take longer than its writing.
         self.content = np.random.default_rng(0).integers(0, 256, self.slot_bytes, np.uint8).tobytes()
         self.checksum = xxhash.xxh3_64_intdigest(self.content).to_bytes(8, "little")
-        around = Surroundings("bench", "bench", self.keys, self.arena, self._post, self._deliver, Contents())
+        orders = StandingOrders(self.directory / "orders")
+        around = Surroundings("bench", "bench", self.keys, self.arena, self._post, self._deliver, Contents(), orders)
         self.device = Device(0, str(self.directory), None, lambda: DirectoryFiles(self.directory), around)
         self.device.start()
         self._wait(lambda event: isinstance(event, events.DiskRecovered))
@@ -314,18 +316,17 @@ def _index_time(directory: Path) -> float:
     path = directory / "index"
     path.mkdir()
     files = DirectoryFiles(path)
-    index = Index(files)
-    index.recover()
-    for first in range(0, INDEXED, BATCH_SEGMENTS["write"]):
-        records = np.zeros(min(BATCH_SEGMENTS["write"], INDEXED - first), RECORD)
-        records["kind"], records["slot"] = Kind.STORED, np.arange(first, first + len(records))
-        index.append(records)
-    index.sync()
-    index.close()
+    file = files.open("table", create=True)
+    file.write(0, [bytes(table_bytes(INDEXED))])
+    records = np.zeros(INDEXED, RECORD)
+    records["kind"], records["slot"] = STORED, np.arange(INDEXED)
+    write_records(file, list(range(INDEXED)), seal(records))
+    file.sync()
     began = time.monotonic()
-    live = Index(files).recover()
+    found = scan(file, INDEXED)
     took = time.monotonic() - began
-    assert len(live.stored) == INDEXED
+    assert len(found.stored) == INDEXED
+    file.close()
     files.close()
     return took
 

@@ -31,6 +31,7 @@ from tokenlake_bench.routes import ROUTES
 from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.sizing import PoolSize, bench_layout, disk_bytes, pool_size
 from tokenlake_bench.workload import Workload
+from tokenlake_server.disk.store import OWN_BYTES
 from tokenlake_testing.cluster import SERVER, Cluster
 
 __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
@@ -136,7 +137,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         cluster = Cluster(options.nodes, memory, memory, None, module, **options.settings())
         if options.disk_tokens is not None:
             within = tempfile.TemporaryDirectory(prefix="tokenlake-bench-disk-", dir=options.disk_directory)
-            nbytes = disk_bytes(options.disk_tokens // options.nodes, size.layout)
+            nbytes = OWN_BYTES + disk_bytes(options.disk_tokens // options.nodes, size.layout)
             cluster.give_disks(Path(stack.enter_context(within)), max(LEAST_DISK_BYTES, nbytes))
         stack.enter_context(cluster)
         for node in cluster.nodes if options.disk_tokens is not None else ():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tokenlake.disk import stride
+from tokenlake.disk import slab_bytes
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.store.region import RegionShape
@@ -61,8 +61,8 @@ def bench_layout(segment_tokens: int, least_bytes: int = SMALLEST_SEGMENT) -> La
 
 
 def disk_bytes(tokens: int, layout: Layout) -> int:
-    """Bytes of a device that has room for the segments of so many tokens."""
-    return tokens // layout.segment_tokens * stride(layout.segment_bytes)
+    """Bytes that the segments of so many tokens take on a device."""
+    return slab_bytes(layout.segment_bytes, tokens // layout.segment_tokens)
 
 
 def pool_size(nodes: int, capacity_tokens: int, layout: Layout) -> PoolSize:

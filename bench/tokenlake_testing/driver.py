@@ -87,6 +87,10 @@ class Disks(Protocol):
     def forget(self, order: instructions.DiskForget) -> None:
         """The segments at some places are void."""
 
+    def erase(self, order: instructions.DiskErase) -> None:
+        """The segments at some places must never be found again. The event `DiskErased` is delivered later, exactly
+        once."""
+
     def trim(self, order: instructions.DiskTrim) -> None:
         """Shorten a slab."""
 
@@ -208,6 +212,7 @@ class NodeDriver:
                 instructions.DiskWrite: disks.write,
                 instructions.DiskRead: disks.read,
                 instructions.DiskForget: disks.forget,
+                instructions.DiskErase: disks.erase,
                 instructions.DiskTrim: disks.trim,
                 instructions.Saved: disks.saved,
             }

@@ -14,6 +14,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake_operator.nodes import Node, reach_all
 from tokenlake_operator.reaching import Target, one_line, operates
+from tokenlake_proto.v1 import admin_pb2
 from tokenlake_server.tables import printable
 
 __all__ = ["evict"]
@@ -81,22 +82,33 @@ def evict(
             owner = f"tenant '{tenant}'" if tenant else "the tenant"
             _confirm(f"Evict {what} of {owner} at {', '.join(node.name for node in nodes)}?")
         evicted: dict[str, int] = {}
+        unremoved: dict[str, list[str]] = {}
         failed = dict(silent)
         for node in nodes:
             try:
                 chosen = wanted if keys else None
-                evicted[node.name] = node.control.evict(
-                    keys=chosen, segment_bytes=size, everything=everything, tenant=tenant
-                )
+                answer = node.control.evict(keys=chosen, segment_bytes=size, everything=everything, tenant=tenant)
+                evicted[node.name] = answer.evicted
+                if left := _left(answer):
+                    unremoved[node.name] = left
             except TokenLakeError as error:
                 failed[node.name] = one_line(error)
     if as_json:
-        click.echo(json.dumps({"evicted": evicted, "failed": failed}))
+        click.echo(json.dumps({"evicted": evicted, "unremoved": unremoved, "failed": failed}))
     else:
         for name, count in evicted.items():
             click.echo(f"{name}: {count} {'segment' if count == 1 else 'segments'} evicted")
+        for name, reasons in unremoved.items():
+            for reason in reasons:
+                click.echo(f"{name}: {reason}", err=True)
     if failed:
         raise click.ClickException("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
+
+
+def _left(answer: admin_pb2.EvictResponse) -> list[str]:
+    """Texts about segments that are still on a device."""
+    texts = [f"not removed yet from {each}; that is done before the device is used again" for each in answer.unremoved]
+    return texts + [f"the removal could not be recorded in {each}" for each in answer.unrecorded]
 
 
 def _check_tenant(nodes: Iterable[Node], tenant: str) -> None:

@@ -99,6 +99,7 @@ def _disk_rows(nodes: Iterable[Node]) -> Iterable[tuple[str, ...]]:
     for node in nodes:
         for disk in node.status.disks:
             state = "serving" if disk.serving else "set aside" if disk.problem else "opening"
+            state += f", {disk.lost_segments:,} lost" if disk.lost_segments else ""
             used = share(disk.used_bytes, disk.capacity_bytes) if disk.serving else ""
             size = amount(disk.capacity_bytes) if disk.serving else ""
             yield node.name, disk.path, state, size, used, f"{disk.segments:,}" if disk.serving else ""

@@ -60,6 +60,7 @@ from tokenlake_server.peer_measurement import PeerMeasurement
 from tokenlake_server.peer_states import PeerState
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.slot_checker import SlotChecker
+from tokenlake_server.standing_orders import StandingOrders
 from tokenlake_server.start_errors import ModuleMissing
 from tokenlake_server.started_threads import started_threads
 from tokenlake_server.state_file import StateFile
@@ -203,7 +204,11 @@ class Daemon:
         )
         if self._transports.nixl is not None:
             self._connect_nixl(self._transports.nixl)
-        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents)
+        tenants = Tenants(config)
+        self.orders = StandingOrders(_orders_file(config), [disk.path for disk in config.disk], tenants.count)
+        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents, self.orders)
+        # Behind the disk tier, which locks its directories.
+        self.orders.load()
         self.peers.introductions.on_proven = self.membership.proven
         self.peers.on_stranger = lambda node: self.membership.refresh()
         self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
@@ -213,7 +218,6 @@ class Daemon:
             else None
         )
         recorder = _recorder(config.record, rules, started)
-        tenants = Tenants(config)
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
         self.query_engine = (
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
@@ -234,6 +238,7 @@ class Daemon:
             loop,
             self._connect_query,
             self.contents,
+            self.orders,
         )
         log.info(
             "this kernel reports the end of every engine's process (SO_PEERPIDFD)"
@@ -256,6 +261,8 @@ class Daemon:
                 self.snapshot,
                 self._controls,
                 PeerMeasurement(identity, addresses, self.peers.new_keys),
+                self.orders,
+                self.disk,
             )
         except BaseException:
             self.engines.close()
@@ -340,6 +347,7 @@ class Daemon:
         snapshot.gauges += [
             *self.engines.gauges(),
             *self.senders.gauges(),
+            *self.orders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
         ]
         if self._transports.nixl is not None:
@@ -576,6 +584,8 @@ def _control(
     snapshot: Callable[[], Snapshot],
     controls: Callable[[], Mapping[str, str]],
     measurement: PeerMeasurement,
+    orders: StandingOrders,
+    disk: DiskTier,
 ) -> ControlServer | None:
     """The server of the control plane; None where it is turned off, or grpcio is not installed."""
     if not config.control and not config.control_socket:
@@ -589,8 +599,28 @@ def _control(
         log.info("this node has no control plane: it needs %s", missing.expected)
         return None
     return ControlServer(
-        config, origin, thread, loop, driver, engines, membership, tenants, snapshot, controls, measurement
+        config,
+        origin,
+        thread,
+        loop,
+        driver,
+        engines,
+        membership,
+        tenants,
+        snapshot,
+        controls,
+        measurement,
+        orders,
+        disk,
     )
+
+
+def _orders_file(config: ServerConfig) -> Path:
+    """The file with the orders of operators that outlive the daemon. Beside the local socket it outlives the engines
+    that are connected."""
+    if config.state_directory:
+        return Path(config.state_directory, f"orders-{config.node}")
+    return Path(f"{config.socket}.orders")
 
 
 def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:

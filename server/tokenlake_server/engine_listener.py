@@ -34,6 +34,7 @@ from tokenlake_server.kept_bytes import KeptBytes
 from tokenlake_server.local_socket import listen
 from tokenlake_server.loop_share import LoopShare
 from tokenlake_server.refused_engines import EngineRefused, Reason, RefusedEngine, RefusedEngines, refused_for
+from tokenlake_server.standing_orders import StandingOrders
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.without_memory import WithoutMemory
 
@@ -51,8 +52,8 @@ ACCEPT_PAUSE_S = 0.5
 stays readable then: without the pause the loop would spin."""
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
-MAX_RETIRED = 1024
-"""Limit of the digests of changed weights that are remembered for each tenant; the oldest is forgotten."""
+ORDERS_S = 1.0
+"""Seconds between two saves of new sizes of segments with the orders."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -89,9 +90,11 @@ class EngineListener:
         loop: asyncio.AbstractEventLoop,
         connect_query: ConnectQuery,
         contents: Contents,
+        orders: StandingOrders,
     ) -> None:
         """`connect_query(tenant, layout)` returns a connection to the query engine, which the caller closes; raises
-        `TokenLakeError`. `contents` takes the contents of the segments that engines write."""
+        `TokenLakeError`. `contents` takes the contents of the segments that engines write; `orders` has the weights
+        that were retired."""
         self._connect_query = connect_query
         self._settings = settings
         self._tenants = tenants
@@ -119,8 +122,11 @@ class EngineListener:
         self._without_memory = WithoutMemory(loop, driver.core.store, self._refused)
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
-        self._retired: dict[str, OrderedDict[str, None]] = {}
-        """By tenant, the digests of weights that have changed in place, the oldest first."""
+        self._orders = orders
+        self._saving_orders = False
+        """True while the orders are to be saved soon."""
+        self._orders_saved = loop.time() - ORDERS_S
+        self._tasks: set[asyncio.Task[list[str]]] = set()
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -368,12 +374,22 @@ class EngineListener:
             del self._of_layout[at]
 
     def _remember(self, tenant: str, layout: AnyLayout) -> None:
+        if self._orders.stores(tenant, layout.weights_digest, layout.segment_bytes) and not self._saving_orders:
+            self._saving_orders = True
+            self._loop.call_at(self._orders_saved + ORDERS_S, self._save_orders)
         known = self._layouts.setdefault(tenant, OrderedDict())
         fingerprint = bytes(layout.fingerprint())
         known[fingerprint] = layout
         known.move_to_end(fingerprint)
         if len(known) > MAX_LAYOUTS:
             known.popitem(last=False)
+
+    def _save_orders(self) -> None:
+        self._saving_orders = False
+        self._orders_saved = self._loop.time()
+        task = self._loop.create_task(self._orders.save())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def layouts(self, tenant: str) -> list[AnyLayout]:
         """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
@@ -391,11 +407,9 @@ class EngineListener:
 
     def retire(self, tenant: str, weights_digest: str) -> int:
         """The weights that this digest names have changed in place: end the connections of the tenant's engines with
-        the digest, and refuse them from now on. Returns the number of engines."""
-        retired = self._retired.setdefault(tenant, OrderedDict())
-        retired[weights_digest] = None
-        if len(retired) > MAX_RETIRED:
-            retired.popitem(last=False)
+        the digest, and refuse them from now on; after a restart too, once the orders are saved. Returns the number of
+        engines."""
+        self._orders.retire(tenant, weights_digest)
         ended = [
             each
             for each in self._connections.values()
@@ -414,7 +428,7 @@ class EngineListener:
         return found
 
     def _check_weights(self, tenant: str, layout: AnyLayout) -> None:
-        if layout.weights_digest in self._retired.get(tenant, ()):
+        if self._orders.is_retired(tenant, layout.weights_digest):
             raise LayoutRefused(RETIRED)
 
     def _check_processes(self, tenant: str) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tokenlake.config import load_config
 from tokenlake.config.kinds import LEAST_DISK_BYTES
-from tokenlake.disk import stride
+from tokenlake.disk import slab_bytes
 from tokenlake.errors import ConfigurationError
 from tokenlake.store.region import RegionShape
 from tokenlake_bench.cli import bench
@@ -101,7 +101,7 @@ def test_the_size_of_a_disk() -> None:
         assert size.capacity_tokens == 24_000
         nbytes = disk_bytes(tokens // 3, size.layout)
         assert nbytes >= at_least
-        assert nbytes // stride(size.layout.segment_bytes) == tokens // 3 // 64
+        assert nbytes == slab_bytes(size.layout.segment_bytes, tokens // 3 // 64)
 
 
 @pytest.mark.parametrize(

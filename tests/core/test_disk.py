@@ -13,7 +13,7 @@ from tests.sim.disk import Disk
 from tests.sim.engine import Engine, Reading
 from tests.sim.prompts import prompt
 from tokenlake.core import events
-from tokenlake.core.disk import KEPT, WRITTEN
+from tokenlake.core.disk import KEPT, NOT_ERASED, WRITTEN
 from tokenlake.core.fetch import DAMAGED, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
 from tokenlake.core.report.account import Source
@@ -275,13 +275,58 @@ def test_an_operator_evicts_from_memory_and_from_disk() -> None:
     stored = fill(cluster, writer)
     gone = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
     cluster.node(0).deliver(events.EvictRequested(7, "red", join_keys(gone)))
+    assert not said(cluster, 0, EvictionDone)
+    cluster.run_for(1.0)
     assert said(cluster, 0, EvictionDone)[-1].evicted == 4
+    assert said(cluster, 0, EvictionDone)[-1].reached == (0,)
     assert match(cluster, writer, gone).hits == 0
     cluster.node(0).deliver(events.EvictRequested(8, "red", b""))
     cluster.run_for(1.0)
     assert said(cluster, 0, EvictionDone)[-1].request == 8
     assert len(cluster.core(0)._context.disk) == 0
     assert all(match(cluster, writer, keys).hits == 0 for keys in stored)
+    assert not disk_of(cluster).places
+
+
+def test_an_eviction_names_the_disks_that_it_did_not_reach() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    fill(cluster, writer)
+    disk_of(cluster).fails = True
+    cluster.node(0).deliver(events.EvictRequested(7, "red", b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, EvictionDone)[-1].reached == ()
+    assert count(cluster, 0, NOT_ERASED) > 0
+    disk_of(cluster).fails = False
+    # The rules do not know any more what is there.
+    cluster.node(0).deliver(events.EvictRequested(8, "red", b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, EvictionDone)[-1].reached == ()
+    cluster.node(0).deliver(events.DiskGone(0, "set aside"))
+    cluster.node(0).deliver(events.EvictRequested(9, "red", b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, EvictionDone)[-1].reached == ()
+    cluster.node(0).find_disk()
+    cluster.node(0).deliver(events.EvictRequested(10, "red", b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, EvictionDone)[-1].reached == (0,)
+    assert not disk_of(cluster).places
+    cluster.check()
+
+
+def test_a_segment_evicted_while_it_is_written_is_erased_first() -> None:
+    cluster = calm(1, disk_places=40)
+    writer = cluster.join(0)
+    disk_of(cluster).slow_s = 3.0
+    for number in range(4):
+        store(cluster, writer, prompt(f"fill-{number}", 4))
+    assert cluster.core(0)._disk.census()["disk writes"]
+    cluster.node(0).deliver(events.EvictRequested(7, "red", b""))
+    cluster.run_for(0.5)
+    assert not said(cluster, 0, EvictionDone)
+    cluster.run_for(8.0)
+    assert said(cluster, 0, EvictionDone)[-1].reached == (0,)
+    assert not disk_of(cluster).places
 
 
 def test_two_readers_of_one_segment_on_disk_share_a_read() -> None:

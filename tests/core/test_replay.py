@@ -82,6 +82,8 @@ def busy() -> Cluster:
             cluster.node((turn - 150) // 2).deliver(events.DiskGone(0, "input/output error"))
         if turn in (151, 153, 155):
             cluster.node((turn - 151) // 2).find_disk()
+        if turn == 290:
+            cluster.node(1).deliver(events.EvictRequested(1000, "red", b""))
         if turn == 295:
             cluster.node(1).deliver(events.SaveRequested(1.0))
         if turn % 50 == 20:

@@ -42,6 +42,7 @@ from tokenlake_operator.members import members
 from tokenlake_operator.status import status
 from tokenlake_operator.top import top
 from tokenlake_operator.words import span
+from tokenlake_server.disk.store import FORMAT, Identity, pack_identity
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -107,8 +108,8 @@ def test_disks_that_serve_and_one_that_is_set_aside(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     for directory in (good, bad):
         directory.mkdir(0o700)
-    identity = {"format": 1, "cluster": "tokenlake", "node": "node0", "device": "d", "encrypted": True}
-    (bad / "tokenlake-disk.json").write_text(json.dumps(identity))
+    identity = Identity(format=FORMAT, cluster="tokenlake", node="node0", device="d", encrypted=True)
+    (bad / "tokenlake-disk.json").write_bytes(pack_identity(identity))
     with daemons(disk=f"{good}:64MiB,{bad}:64MiB", disk_writes_per_day="0") as cluster:
         node = cluster.nodes[0]
         place = control_of(node)
@@ -133,7 +134,7 @@ def test_disks_that_serve_and_one_that_is_set_aside(tmp_path: Path) -> None:
         assert finding["where"] == f"node0, {bad}"
         assert "'disk_keys' is empty" in finding["problem"]
         lines = run(status, "--socket", place).stdout
-        assert re.search(rf"node0\s+{good}\s+serving\s+64\.0 MiB\s+[\d.]+ %\s+\d+", lines)
+        assert re.search(rf"node0\s+{good}\s+serving\s+60\.0 MiB\s+[\d.]+ %\s+\d+", lines)
         assert re.search(rf"node0\s+{bad}\s+set aside", lines)
 
 
@@ -208,7 +209,7 @@ def test_evictions(two: Cluster) -> None:
         store(pool, second)
         keys = pool.prefix(first.tokens).keys
         answer = told(evict, "--segment", keys[1].hex(), "--segment", keys[2].hex(), *at(two))
-        assert answer == {"evicted": {"node0": 2}, "failed": {}}
+        assert answer == {"evicted": {"node0": 2}, "unremoved": {}, "failed": {}}
         with match(pool, first) as lease:
             assert lease.hits == 1
         fingerprint = LAYOUT.fingerprint().hex()

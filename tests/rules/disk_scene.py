@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from tokenlake.disk import Place, stride
+from tokenlake.disk import Place, slab_bytes
 from tokenlake.disk.admission import Refusal
+from tokenlake.disk.places import SLAB_BYTES
 from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
@@ -34,11 +35,13 @@ def segment_of(number: int, touched: float = 0.0, tenant: TenantId = TENANT, slo
     return segment
 
 
-def tier_of(places: int, quotas: dict[str, float] | None = None, writes_per_day: float = 0.0) -> DiskTier:
-    """A tier with one device, with room for so many segments."""
+def tier_of(
+    places: int, quotas: dict[str, float] | None = None, writes_per_day: float = 0.0, slabs: int = 1
+) -> DiskTier:
+    """A tier with one device, with room for so many segments in so many slabs."""
     odds = Odds()
     tier = DiskTier(lambda tenant, slot_bytes: odds, writes_per_day, quotas or {})
-    tier.ready(0, places * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.ready(0, slab_bytes(SLOT, places) + (slabs - 1) * SLAB_BYTES, 1e9, 1e9, 0.0)
     tier.recovered(0)
     return tier
 

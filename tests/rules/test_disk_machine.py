@@ -35,13 +35,17 @@ class DiskMachine(RuleBasedStateMachine):
         """(entry, segment, place, whether it is void when it is written)."""
         self.held: dict[int, float] = {}
         self.reads: list[tuple[Slab, int]] = []
+        self.erasing: list[tuple[Slab, int]] = []
+        """Places whose bytes are being erased."""
 
     reads_under_way = Bundle("reads")
 
     def _gone(self) -> None:
         """The tier has said which segments are void."""
         forgotten, self.tier.forgotten = self.tier.forgotten, []
-        for _, key, place, _ in forgotten:
+        for slab, key, place, _, erase in forgotten:
+            if erase:
+                self.erasing.append((slab, place.slot))
             number = next(number for number in range(SEGMENTS) if key_of(number) == key)
             if self.disk.get(number) == place:
                 assert self.held.get(number, -1.0) <= self.now, f"segment {number} left although it is held"
@@ -66,8 +70,8 @@ class DiskMachine(RuleBasedStateMachine):
         if isinstance(entry, Refusal):
             return
         place = self.tier.place(entry)
-        taken = [(slab.number, slot) for slab, slot in self.reads]
-        assert (self.tier.slab(entry).number, place.slot) not in taken, "a place is written while it is read"
+        taken = [(slab.number, slot) for slab, slot in (*self.reads, *self.erasing)]
+        assert (self.tier.slab(entry).number, place.slot) not in taken, "a place is written while it is read or erased"
         assert all(place.slot != other.slot for other in self.disk.values()), "a place has two segments"
         assert all(place.slot != each[2].slot for each in self.writing.values()), "a place is written twice"
         self.writing[number] = entry, segment, place, False
@@ -97,9 +101,9 @@ class DiskMachine(RuleBasedStateMachine):
         for number in range(first, first + PLACES + 1):
             self.moves_to_disk(number % SEGMENTS, 0.5, True)
 
-    @rule(number=NUMBERS, keep=st.booleans())
-    def leaves(self, number: int, keep: bool) -> None:
-        """A segment leaves memory: evicted, or void."""
+    @rule(number=NUMBERS, keep=st.booleans(), erase=st.booleans())
+    def leaves(self, number: int, keep: bool, erase: bool = False) -> None:
+        """A segment leaves memory: evicted, or void, by an order perhaps."""
         if number in self.writing and keep:
             return
         segment = self.memory.pop(number, None)
@@ -112,7 +116,10 @@ class DiskMachine(RuleBasedStateMachine):
             self.writing[number] = (*self.writing[number][:3], True)
         if not keep:
             self.held.pop(number, None)
-        assert self.tier.left(segment, 2, self.now, keep=keep) == (keep and number not in self.writing)
+        erase = erase and not keep
+        writing = number in self.writing
+        assert self.tier.left(segment, 2, self.now, keep=keep, erase=erase) == (keep and not writing)
+        assert not (erase and writing) or self.tier.erases_when_written(self.writing[number][0])
         self._gone()
 
     @rule(target=reads_under_way, number=NUMBERS)
@@ -147,14 +154,20 @@ class DiskMachine(RuleBasedStateMachine):
         if entry >= 0 and number not in self.memory:
             self.tier.touch(entry, None, self.now)
 
-    @rule(number=NUMBERS)
-    def is_void(self, number: int) -> None:
-        """A segment is dropped from disk by an order."""
+    @rule(number=NUMBERS, erase=st.booleans())
+    def is_void(self, number: int, erase: bool) -> None:
+        """A segment is dropped from disk, and erased if an operator has said so."""
         entry = self.tier.find(TENANT, key_of(number))
         if entry >= 0:
             self.held.pop(number, None)
-            self.tier.forget(entry)
+            self.tier.forget(entry, erase=erase)
             self._gone()
+
+    @rule()
+    def an_erasure_ends(self) -> None:
+        """The bytes at a place are erased."""
+        if self.erasing:
+            self.tier.end_read(*self.erasing.pop(0), self.now)
 
     @rule(number=NUMBERS, pins=st.integers(0, 1))
     def is_used(self, number: int, pins: int) -> None:
@@ -198,6 +211,19 @@ def place_given_away_during_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DiskTier, "end_read", lambda self, slab, slot, now: None)
 
 
+def place_given_away_during_erasure(patch: pytest.MonkeyPatch) -> None:
+    """A place gets another segment before the bytes of the earlier one are erased."""
+    original = DiskTier.forget
+
+    def forget(self: DiskTier, entry: int, *, erase: bool = False) -> None:
+        original(self, entry)
+        if erase and self.forgotten:
+            self.forgotten[-1] = self.forgotten[-1]._replace(erase=True)
+
+    patch.setattr(DiskTier, "forget", forget)
+    patch.setattr(DiskTier, "end_read", lambda self, slab, slot, now: None)
+
+
 def hold_ignored(patch: pytest.MonkeyPatch) -> None:
     """A segment that a reader was told of is evicted as any other."""
     patch.setattr(DiskTier, "hold", lambda self, entry, until: None)
@@ -238,8 +264,8 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
     """An evicted segment is not reported as void."""
     original = DiskTier.forget
 
-    def forget(self: DiskTier, entry: int) -> None:
-        original(self, entry)
+    def forget(self: DiskTier, entry: int, *, erase: bool = False) -> None:
+        original(self, entry, erase=erase)
         self.forgotten.clear()
 
     patch.setattr(DiskTier, "forget", forget)
@@ -250,6 +276,7 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
     "plant",
     [
         place_given_away_during_read,
+        place_given_away_during_erasure,
         hold_ignored,
         hole_in_the_index,
         found_before_it_is_written,

@@ -7,14 +7,15 @@ import sys
 import tracemalloc
 
 from tests.rules.disk_scene import SLOT, TENANT, key_of, segment_of, tier_of, written
-from tokenlake.disk import NO_ENTRY, Place, pack_places, stride, unpack_places
+from tokenlake.disk import NO_ENTRY, Place, pack_places, slab_bytes, stride, unpack_places
 from tokenlake.disk.admission import MAX_CREDIT, Admission, DailyBudget, Refusal
 from tokenlake.disk.notes import Note, Notes
+from tokenlake.disk.places import footprint
 from tokenlake.disk.reads import READS, ReadQueue
-from tokenlake.disk.tier import DiskTier
+from tokenlake.disk.tier import MAX_TENANT_SLABS, DiskTier
 from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
-from tokenlake.store import Kind
+from tokenlake.store import Kind, State
 from tokenlake.store.eviction.odds import Odds
 
 
@@ -165,7 +166,7 @@ def test_memory_evicts_first_what_is_on_disk() -> None:
 
 
 def test_a_quota_bounds_the_places_of_a_tenant() -> None:
-    tier = tier_of(4, {"red": 0.5})
+    tier = tier_of(4, {"red": 0.5}, slabs=2)
     for number in range(4):
         written(tier, segment_of(number, float(number)), 10.0)
     assert tier.evictions == 2
@@ -173,11 +174,11 @@ def test_a_quota_bounds_the_places_of_a_tenant() -> None:
     for number in range(2):
         written(tier, segment_of(number, 1.0, blue), 10.0)
     assert {each.tenant: each.segments for each in tier.usage()} == {TENANT: 2, blue: 2}
-    assert {each.nbytes for each in tier.usage()} == {2 * stride(SLOT)}
+    assert {each.nbytes for each in tier.usage()} == {2 * footprint(SLOT)}
 
 
 def test_another_tenant_gets_its_part_of_a_full_device() -> None:
-    tier, blue = tier_of(4), TenantId("blue")
+    tier, blue = tier_of(4, slabs=2), TenantId("blue")
     for number in range(4):
         written(tier, segment_of(number), 0.0)
     written(tier, segment_of(9, 0.0, blue), 0.0)
@@ -188,7 +189,7 @@ def test_another_tenant_gets_its_part_of_a_full_device() -> None:
 
 def test_a_second_slab_grows_to_an_equal_part() -> None:
     """A second slab grows to an equal part of a full device and no further."""
-    tier, blue = tier_of(160), TenantId("blue")
+    tier, blue = tier_of(160, slabs=2), TenantId("blue")
 
     def write(numbers: range, *tenants: TenantId) -> None:
         for number in numbers:
@@ -210,7 +211,7 @@ def test_a_second_slab_grows_to_an_equal_part() -> None:
 
 def test_a_slab_at_the_quota_of_its_tenant() -> None:
     """A slab at the quota of its tenant takes nothing from another."""
-    tier, blue = tier_of(160, {"blue": 0.25}), TenantId("blue")
+    tier, blue = tier_of(160, {"blue": 0.25}, slabs=2), TenantId("blue")
     for number in range(160):
         written(tier, segment_of(number), 0.0)
     for number in range(160, 210):
@@ -219,7 +220,7 @@ def test_a_slab_at_the_quota_of_its_tenant() -> None:
     for number in range(210, 250):
         written(tier, segment_of(number, 1.0, blue), 1.0)
     assert tier.evictions == evicted + 40
-    assert {each.tenant: each.segments for each in tier.usage()}[blue] == 40
+    assert {each.tenant: each.segments for each in tier.usage()}[blue] == 39
 
 
 def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
@@ -227,7 +228,7 @@ def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
     written(tier, segment_of(1))
     note = tier.packed_note(tier.find(TENANT, key_of(1)))
     again = DiskTier(lambda tenant, slot_bytes: Odds(), 0.0)
-    again.ready(0, 4 * stride(SLOT), 1e9, 1e9, 0.0)
+    again.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
     entry = again.found(0, TENANT, SLOT, key_of(1), Place(2, 7), 1, note)
     assert entry is not None
     again.settle(entry, 0.0)
@@ -255,7 +256,7 @@ def test_a_device_that_has_gone_is_swept_and_may_come_back() -> None:
     assert kept.disk == NO_ENTRY
     assert tier.find(TENANT, key_of(1)) == NO_ENTRY
     assert {key for _, key in tier.sweep(10)} == {key_of(1), key_of(2)}
-    tier.ready(0, 4 * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
     tier.recovered(0)
     assert written(tier, segment_of(1)) == Place(0, 1)
     assert not tier.written(entry, late, True)
@@ -271,7 +272,7 @@ def test_a_slab_is_dropped_once() -> None:
     assert not isinstance(entry, Refusal)
     tier.gone(0)
     assert not tier.written(entry, late, True)
-    tier.ready(0, 4 * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
     tier.recovered(0)
     kept = segment_of(2)
     written(tier, kept, leaves=False)
@@ -288,7 +289,7 @@ def test_the_budget_of_a_day_is_a_rate_with_an_hour_of_burst() -> None:
     assert budget.left(1e6) == 1000.0
     tier = tier_of(24, writes_per_day=1.0)
     written(tier, segment_of(1))
-    assert tier.budgets(0.0) == {0: 0.0}
+    assert 0 <= tier.budgets(0.0)[0] < footprint(SLOT)
     assert tier_of(24).budgets(0.0) == {}
     assert tier.admit(segment_of(2), 1, 1.0, 0.0) is Refusal.DAY
     assert tier.admit(segment_of(2), 1, 1.0, 3600.0) is not Refusal.DAY
@@ -349,10 +350,10 @@ def test_a_new_capacity_keeps_the_measured_rate() -> None:
     assert queue.take(0) == 1
     queue.ended(0, 1 << 20, 0.1, True)
     measured = queue.predict_s(1 << 20)
-    tier.ready(0, 3 * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.ready(0, slab_bytes(SLOT, 3), 1e9, 1e9, 0.0)
     assert queue.predict_s(1 << 20) == measured
     tier.gone(0)
-    tier.ready(0, 3 * stride(SLOT), 1e9, 1e9, 0.0)
+    tier.ready(0, slab_bytes(SLOT, 3), 1e9, 1e9, 0.0)
     assert queue.predict_s(1 << 20) < measured
 
 
@@ -378,3 +379,89 @@ def test_a_segment_on_disk_takes_little_memory() -> None:
         tracemalloc.stop()
     print(f"{taken / count:.0f} bytes per segment", file=sys.stderr)
     assert taken / count < 160
+
+
+# -- slabs of several sizes
+
+
+def filled(tier: DiskTier, slot_bytes: int, numbers: range, now: float, tenant: TenantId = TENANT) -> int:
+    """Write segments of one size as memory evicts them. Returns how many were written."""
+    done = 0
+    for number in numbers:
+        segment = segment_of(number, now, tenant, slot_bytes)
+        tier.evicted(tenant, slot_bytes, 2, now)
+        entry = tier.admit(segment, 1, 1.0, now)
+        if not isinstance(entry, Refusal):
+            assert tier.written(entry, segment, True)
+            segment.state = State.GONE
+            tier.left(segment, 1, now, keep=True)
+            done += 1
+        now += 1.0
+    tier.check_integrity()
+    return done
+
+
+def sizes_of(tier: DiskTier) -> dict[int, int]:
+    return {each.slot_bytes: each.segments for each in tier.usage()}
+
+
+def test_places_follow_use() -> None:
+    """A size that is not used any more gives its places to one that is, whatever the sizes are."""
+    tier = tier_of(300)
+    small, large = SLOT, 40 * SLOT
+    assert filled(tier, small, range(300), 0.0) == 300
+    filled(tier, large, range(1000, 1100), 20_000.0)
+    found = sizes_of(tier)
+    assert found[large] * large > 0.9 * 300 * small
+    filled(tier, small, range(2000, 2400), 60_000.0)
+    found = sizes_of(tier)
+    assert found[small] > 250
+    assert tier.devices[0].used <= tier.devices[0].capacity
+
+
+def test_sizes_in_use_share_by_their_use() -> None:
+    tier = tier_of(400, slabs=2)
+    other = 2 * SLOT
+    filled(tier, SLOT, range(400), 0.0)
+    for turn in range(100):
+        filled(tier, SLOT, range(1000 + 4 * turn, 1004 + 4 * turn), 1000.0 + 10 * turn)
+        filled(tier, other, range(9000 + 2 * turn, 9002 + 2 * turn), 1005.0 + 10 * turn)
+    found = sizes_of(tier)
+    # Memory evicted as many bytes of both per second.
+    assert 0.4 < found[other] * other / (found[SLOT] * SLOT) < 2.5
+
+
+def test_a_segment_that_no_slab_makes_room_for_evicts_nothing() -> None:
+    tier = tier_of(100)
+    filled(tier, SLOT, range(100), 0.0)
+    evicted = tier.evictions
+    filled(tier, 300 * SLOT, range(1000, 1010), 100.0)
+    assert (tier.evictions, sizes_of(tier)) == (evicted, {SLOT: 100})
+    assert len(tier.devices[0].slabs) == 1
+
+
+def test_many_sizes_of_one_tenant_take_its_part_only() -> None:
+    tier, blue = tier_of(200, slabs=30), TenantId("blue")
+    for size in range(20):
+        filled(tier, SLOT + 4096 * size, range(100 * size, 100 * size + 10), 100.0 * size)
+    assert filled(tier, SLOT, range(100), 3000.0, blue) == 100
+    used = {each.tenant: 0 for each in tier.usage()}
+    for slab in tier.devices[0].slabs.values():
+        used[slab.tenant] += slab.nbytes
+    assert used[blue] > 0.4 * tier.devices[0].capacity
+
+
+def test_the_slabs_of_a_tenant_have_a_limit() -> None:
+    tier, now = tier_of(10_000), 0.0
+    for size in range(MAX_TENANT_SLABS):
+        now += 1.0
+        assert filled(tier, 4096 * (size + 1), range(1), now) == 1
+    more = 4096 * (MAX_TENANT_SLABS + 1)
+    segment = segment_of(1, now, TENANT, more)
+    assert tier.admit(segment, 1, 1.0, now) is Refusal.SLABS
+    assert len(tier.devices[0].slabs) == MAX_TENANT_SLABS
+    # Another tenant has slabs of its own.
+    assert filled(tier, more, range(1), now, TenantId("blue")) == 1
+    # The slab that is used least leaves for a size that is used.
+    assert filled(tier, more, range(20), now + 50_000.0) > 10
+    tier.check_integrity()

@@ -15,7 +15,7 @@ from tokenlake.config import load_config
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Refused
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
-from tokenlake_server.engine_listener import MAX_RETIRED
+from tokenlake_server.standing_orders import MAX_RETIRED
 from tokenlake_server.tenants import Tenants
 
 pytestmark = pytest.mark.live

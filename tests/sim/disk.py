@@ -131,6 +131,20 @@ class Disk:
         for place in unpack_places(order.places):
             self.index.pop((order.tenant, order.slot_bytes, place.slot), None)
 
+    def erase(self, order: instructions.DiskErase) -> None:
+        """See `tokenlake_testing.driver.Disks`."""
+        names = [(order.tenant, order.slot_bytes, place.slot) for place in unpack_places(order.places)]
+
+        def act(life: Life) -> None:
+            if not self.fails:
+                for name in names:
+                    self.places.pop(name, None)
+                    self.index.pop(name, None)
+            code = Code.LOST if self.fails else Code.COMMITTED
+            life.driver.deliver(events.DiskErased(order.erase, bytes([code]) * len(names)))
+
+        self._later(act)
+
     def trim(self, order: instructions.DiskTrim) -> None:
         """See `tokenlake_testing.driver.Disks`."""
         for name in [name for name in self.places if name[:2] == (order.tenant, order.slot_bytes)]:

@@ -228,6 +228,7 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     yield events.DiskFound(7, "red", 512, 1, *found)
     yield events.DiskRecovered(7)
     yield events.DiskWritten(1, bytes([Code.COMMITTED]))
+    yield events.DiskErased(1, bytes([Code.COMMITTED]))
     yield events.SaveRequested(math.nan)
     yield events.SaveRequested(-1.0)
     for keys in (b"short", KEY * (MAX_LOCATED + 1)):

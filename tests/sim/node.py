@@ -14,7 +14,7 @@ from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.ownership.drain import LEFT_BEHIND
 from tokenlake.core.ownership.handover import HANDED_OVER
 from tokenlake.core.ownership.owner import DUPLICATES
-from tokenlake.disk import stride
+from tokenlake.disk import slab_bytes
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
@@ -68,7 +68,7 @@ class SimNode:
         self.disk: Disk | None = None
         """Outlives crashes; None if the node has none."""
         if cluster.disk_places:
-            self.disk = Disk(cluster.clock, cluster.disk_places * stride(SLOT_BYTES))
+            self.disk = Disk(cluster.clock, slab_bytes(SLOT_BYTES, cluster.disk_places))
         self.start()
 
     # -- life

@@ -15,12 +15,15 @@ from tests.sim.engine import Reading
 from tests.sim.node import SimNode
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, PAUSES, ClusterMachine, nodes, readings, which
-from tokenlake.core import events
-from tokenlake.core.disk import EVICTED, KEPT, WRITTEN
+from tokenlake.core import events, instructions
+from tokenlake.core.disk import ERASED, EVICTED, KEPT, WRITTEN
 from tokenlake.core.fetch import DAMAGED, READ
 
-SEEN = dict.fromkeys((WRITTEN, KEPT, EVICTED, READ, DAMAGED), 0)
+SEEN = dict.fromkeys((WRITTEN, KEPT, EVICTED, ERASED, READ, DAMAGED), 0)
 """Counts over all examples: each of these must have happened."""
+
+counted: list[int] = []
+"""Orders of operators that reached the disk."""
 
 
 class DiskClusterMachine(ClusterMachine):
@@ -72,6 +75,29 @@ class DiskClusterMachine(ClusterMachine):
                     engine.read(keys, how)
         self.cluster.run_for(pause)
 
+    @rule(node=nodes, pause=PAUSES)
+    def operator_evicts(self, node: int, pause: float) -> None:
+        """An operator evicts all segments of a node. Once the node says that it has reached the disk, none of them is
+        there any more."""
+        target = self.cluster.node(node)
+        disk = target.disk
+        assert disk is not None
+        if target.core is None or target.frozen:
+            return
+        there = {name: (each.key, each.generation) for name, each in disk.places.items() if name in disk.index}
+
+        def done(answer: instructions.EvictionDone) -> None:
+            if not answer.reached:
+                return
+            counted.append(answer.request)
+            for name, named in there.items():
+                now = disk.places.get(name)
+                assert name[0] != "red" or now is None or (now.key, now.generation) != named, name
+
+        target.life._carry[instructions.EvictionDone] = done
+        target.deliver(events.EvictRequested(1, "red", b""))
+        self.cluster.run_for(pause)
+
     def returns(self, target: SimNode, disk: Disk, life: int) -> None:
         """A disk that was set aside is found again. A node that has started since has found it then."""
         disk.fails = False
@@ -88,6 +114,8 @@ class DiskClusterMachine(ClusterMachine):
 
 def test_nothing_breaks_with_disks() -> None:
     SEEN.update(dict.fromkeys(SEEN, 0))
+    counted.clear()
     found = settings(max_examples=examples(25), stateful_step_count=30)
     run_state_machine_as_test(DiskClusterMachine, settings=found)
+    assert counted
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}

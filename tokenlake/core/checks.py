@@ -86,6 +86,7 @@ class Checks:
             events.DiskRecovered: disk.check_device,
             events.DiskGone: _any,
             events.DiskWritten: disk.check_written,
+            events.DiskErased: disk.check_erased,
             events.SaveRequested: _save,
             events.Tick: _any,
         }

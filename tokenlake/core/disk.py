@@ -20,18 +20,19 @@ from disk, so that its reader can fetch it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
-from tokenlake.core.events import DiskFound, DiskReady, DiskRecovered, DiskWritten
-from tokenlake.core.instructions import DiskForget, DiskTrim, DiskWrite, Note, Saved
+from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovered, DiskWritten
+from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
 from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.disk import Place, pack_places, unpack_places
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.places import NOTE_BYTES
-from tokenlake.disk.tier import Forgotten, Slab
+from tokenlake.disk.tier import Device, Forgotten, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -40,10 +41,15 @@ from tokenlake.store.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OP
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["Disk"]
+__all__ = ["Disk", "Erasure"]
 
 WRITTEN = Metric("tokenlake_disk_written_segments_total", "Segments written to disk", "tenant")
 WRITTEN_BYTES = Metric("tokenlake_disk_written_bytes_total", "Bytes of segments written to disk", "tenant")
+ERASED = Metric("tokenlake_disk_erased_segments_total", "Segments on disk that were erased by an order of an operator")
+NOT_ERASED = Metric(
+    "tokenlake_disk_not_erased_segments_total",
+    "Segments on disk that an operator evicted and that could not be erased at once",
+)
 FAILED = Metric("tokenlake_disk_failed_segments_total", "Segments whose write to disk failed")
 REFUSED = Metric(
     "tokenlake_disk_refused_segments_total", "Segments that the disk tier did not admit, by reason", "reason"
@@ -70,6 +76,27 @@ class _Write(NamedTuple):
     entries: list[int]
 
 
+class _Erase(NamedTuple):
+    """The erasure of some places of a slab, under way."""
+
+    slab: Slab
+    slots: list[int]
+
+
+@dataclass(eq=False)
+class Erasure:
+    """All erasures that belong to one order, from its begin on."""
+
+    devices: dict[int, Device]
+    """The devices all of whose segments are known when it begins, and that have not failed since."""
+    done: Callable[[tuple[int, ...]], None]
+    """Takes the devices on which everything was erased."""
+    waiting: set[int] = field(default_factory=set)
+    """Numbers of writes and erasures that have not ended."""
+    complete: bool = False
+    """True once the order has found all its segments."""
+
+
 class Disk:
     """Decides what is written to the devices of this node, and keeps the directory informed."""
 
@@ -78,6 +105,8 @@ class Disk:
         self._tier = context.disk
         self._directory_node = directory_node
         self._writes: dict[int, _Write] = {}
+        self._erases: dict[int, _Erase] = {}
+        self._erasures: list[Erasure] = []
         self._evictions = 0
         """Segments that memory evicted since the rules last looked for segments to write."""
         self._told: deque[tuple[TenantId, list[SegmentKey]]] = deque()
@@ -119,7 +148,7 @@ class Disk:
             gone = removals.get(segment.tenant, segment.key)
             void = gone is not None and gone.at == self._context.now and gone.rule in (CORRUPT_RULE, OPERATOR_RULE)
             keep = not void and segment.source is None
-            if self._tier.left(segment, store.accesses(segment), self._context.now, keep=keep):
+            if self._tier.left(segment, store.accesses(segment), self._context.now, keep=keep, erase=void):
                 self._context.counters.add(KEPT)
         # `NodeCore` tells the directory nodes of these, as of all segments that leave memory.
         self._emit_forgotten(tell=False)
@@ -229,11 +258,63 @@ class Disk:
         counters.add_for(WRITTEN_BYTES, done * batch.slab.slot_bytes, tenant)
         counters.add(FAILED, len(batch.segments) - done)
         self._emit_forgotten()
+        self._one_ended(event.write)
         if self._saving is not None:
             self._saved += done
             self._save_some()
         else:
             self.look()
+
+    # -- erasing
+
+    def begin_erasure(self, done: Callable[[tuple[int, ...]], None]) -> Erasure:
+        """An order begins to erase segments; `end_erasure` follows. `done` is called behind it, once all that was begun
+        meanwhile has ended, with the numbers of the devices on which nothing is left."""
+        known = {number: each for number, each in self._tier.devices.items() if each.writable and not each.unerased}
+        erasure = Erasure(known, done, set(self._erases))
+        self._erasures.append(erasure)
+        return erasure
+
+    def end_erasure(self, erasure: Erasure) -> None:
+        """The order has found all its segments."""
+        if self._context.store.left:
+            self._left_memory()
+        erasure.complete = True
+        for number, batch in self._writes.items():
+            if any(self._tier.erases_when_written(entry) for entry in batch.entries):
+                erasure.waiting.add(number)
+        self._one_ended(-1)
+
+    def check_erased(self, event: DiskErased) -> None:
+        """Raises `ValueError` where no such erasure is under way, or its result has another size. Changes nothing."""
+        erase = self._erases.get(event.erase)
+        if erase is None:
+            raise ValueError(f"erasure {event.erase} is not under way")
+        if len(event.codes) != len(erase.slots) or event.codes.translate(None, bytes((Code.COMMITTED, Code.LOST))):
+            raise ValueError(f"erasure {event.erase} of {len(erase.slots)} segments ended with {event.codes.hex()}")
+
+    def erased(self, event: DiskErased) -> None:
+        """Handle the end of an erasure."""
+        slab, slots = self._erases.pop(event.erase)
+        for slot in slots:
+            self._tier.end_read(slab, slot, self._context.now)
+        failed = event.codes.count(Code.LOST)
+        self._context.counters.add(ERASED, len(slots) - failed)
+        self._context.counters.add(NOT_ERASED, failed)
+        if failed:
+            slab.device.unerased = True
+            for erasure in self._erasures:
+                erasure.devices.pop(slab.device.number, None)
+        self._one_ended(event.erase)
+
+    def _one_ended(self, number: int) -> None:
+        """A write or an erasure has ended: complete the orders that wait for nothing else."""
+        devices = self._tier.devices
+        for erasure in list(self._erasures):
+            erasure.waiting.discard(number)
+            if erasure.complete and not erasure.waiting:
+                self._erasures.remove(erasure)
+                erasure.done(tuple(each for each, then in erasure.devices.items() if devices.get(each) is then))
 
     # -- leaving the disk
 
@@ -244,7 +325,7 @@ class Disk:
         for key in keys:
             entry = self._tier.find(tenant, key)
             if entry >= 0:
-                self._tier.forget(entry, rule)
+                self._tier.forget(entry, rule, erase=rule == OPERATOR_RULE)
                 dropped += 1
         self._emit_forgotten()
         return dropped
@@ -258,7 +339,7 @@ class Disk:
         for entry in found:
             slab = self._tier.slab(entry)
             if slab.tenant == tenant and slot_bytes in (0, slab.slot_bytes):
-                self._tier.forget(entry, OPERATOR_RULE)
+                self._tier.forget(entry, OPERATOR_RULE, erase=True)
                 dropped += 1
         self._emit_forgotten()
         return dropped, behind
@@ -269,13 +350,21 @@ class Disk:
         tier, context = self._tier, self._context
         if tier.forgotten:
             forgotten, tier.forgotten = tier.forgotten, []
-            by_slab: dict[tuple[int, str], list[Forgotten]] = {}
+            by_slab: dict[tuple[int, str, bool], list[Forgotten]] = {}
             for each in forgotten:
-                by_slab.setdefault((each.slab.number, each.rule), []).append(each)
-            for (_, rule), those in by_slab.items():
+                by_slab.setdefault((each.slab.number, each.rule, each.erase), []).append(each)
+            for (_, rule, erase), those in by_slab.items():
                 slab = those[0].slab
                 keys, places = [each.key for each in those], pack_places(each.place for each in those)
-                context.emit(DiskForget(slab.device.number, slab.tenant, slab.slot_bytes, join_keys(keys), places))
+                where = slab.device.number, slab.tenant, slab.slot_bytes, join_keys(keys), places
+                if erase:
+                    number = context.next_id()
+                    self._erases[number] = _Erase(slab, [each.place.slot for each in those])
+                    for erasure in self._erasures:
+                        erasure.waiting.add(number)
+                    context.emit(DiskErase(number, *where))
+                else:
+                    context.emit(DiskForget(*where))
                 if tell:
                     self._tell_gone(slab.tenant, keys, rule)
         if tier.evictions:
@@ -301,6 +390,11 @@ class Disk:
         self._tier.ready(
             event.device, event.capacity_bytes, event.read_bytes_per_s, event.write_bytes_per_s, self._context.now
         )
+
+    def recovered(self, event: DiskRecovered) -> None:
+        """Everything on a device was found. Its slabs give back what is behind their last segment."""
+        self._tier.recovered(event.device)
+        self._emit_forgotten()
 
     def check_device(self, event: DiskFound | DiskRecovered) -> None:
         """Raises `ValueError` for a device that is not in use. Changes nothing."""
@@ -413,7 +507,11 @@ class Disk:
 
     def census(self) -> dict[str, int]:
         """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
-        return {"disk writes": len(self._writes), "segments to advertise": sum(len(keys) for _, keys in self._told)}
+        return {
+            "disk writes": len(self._writes),
+            "disk erasures": len(self._erases) + len(self._erasures),
+            "segments to advertise": sum(len(keys) for _, keys in self._told),
+        }
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the disk tier contradicts itself or the segments in memory."""

@@ -187,13 +187,13 @@ class EvictRequested(_Event, frozen=True, tag=18):
 
 class DiskReady(_Event, frozen=True, tag=20):
     """A device of the disk tier was opened, or is used again after a failure: `DiskFound` follows for all segments in
-    its index, then `DiskRecovered`, and the rules write to the device from then on. The event also tells a new capacity
-    of a device in use: then neither of them follows, and the rates do not count."""
+    its tables, then `DiskRecovered`, and the rules write to the device from then on. The event also tells a new
+    capacity of a device in use: then neither of them follows, and the rates do not count."""
 
     device: int
     """Index of the device in the setting `disk`."""
     capacity_bytes: int
-    """Bytes for the places of all slabs (`tokenlake.disk.places.stride`)."""
+    """Bytes for all slabs and their tables (`tokenlake.disk.places.slab_bytes`)."""
     read_bytes_per_s: float
     write_bytes_per_s: float
 
@@ -212,7 +212,7 @@ class DiskFound(_Event, frozen=True, tag=21):
 
 
 class DiskRecovered(_Event, frozen=True, tag=22):
-    """All segments in the index of a device were passed in."""
+    """All segments on a device were passed in."""
 
     device: int
 
@@ -230,6 +230,13 @@ class DiskWritten(_Event, frozen=True, tag=24):
     otherwise."""
 
     write: int
+    codes: bytes
+
+
+class DiskErased(_Event, frozen=True, tag=26):
+    """A `DiskErase` has ended. `codes`: per segment, COMMITTED where it is erased on the device, LOST otherwise."""
+
+    erase: int
     codes: bytes
 
 
@@ -270,6 +277,7 @@ Event = (
     | DiskRecovered
     | DiskGone
     | DiskWritten
+    | DiskErased
     | SaveRequested
     | Tick
 )

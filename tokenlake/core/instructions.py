@@ -158,10 +158,12 @@ class EvictionDone(_Instruction, frozen=True, tag=14):
     evicted: int
     kept: int
     """Segments that stay, because an engine is writing them."""
+    reached: tuple[int, ...] = ()
+    """Devices from which the segments were erased, if they were there."""
 
 
 class DiskWrite(_Instruction, frozen=True, tag=15):
-    """Write segments to a device: the bytes, then a sync of the batch, then the records of the index. Until the driver
+    """Write segments to a device: the bytes, then a sync of the batch, then the records of the places. Until the driver
     has passed in `DiskWritten`, exactly once, the memory slots stay pinned and the places get no other segment."""
 
     write: int
@@ -221,6 +223,18 @@ class DiskTrim(_Instruction, frozen=True, tag=18):
     places: int
 
 
+class DiskErase(_Instruction, frozen=True, tag=22):
+    """The segments at these places must never be found again, also after a failure of power: erase their headers, then
+    their records. The driver passes in `DiskErased` exactly once; before that, the places get no other segment."""
+
+    erase: int
+    device: int
+    tenant: str
+    slot_bytes: int
+    keys: bytes
+    places: bytes
+
+
 class Saved(_Instruction, frozen=True, tag=19):
     """Answers `SaveRequested`, once, when no write to a device is under way any more."""
 
@@ -249,5 +263,6 @@ Instruction = (
     | DiskRead
     | DiskForget
     | DiskTrim
+    | DiskErase
     | Saved
 )

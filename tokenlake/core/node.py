@@ -179,9 +179,10 @@ class NodeCore:
             events.EvictRequested: lambda e: self._orders.evict(e.request, TenantId(e.tenant), e.keys, e.slot_bytes),
             events.DiskReady: self._disk.ready,
             events.DiskFound: self._disk.found,
-            events.DiskRecovered: lambda e: context.disk.recovered(e.device),
+            events.DiskRecovered: self._disk.recovered,
             events.DiskGone: lambda e: self._disk.gone(e.device),
             events.DiskWritten: self._disk.written,
+            events.DiskErased: self._disk.erased,
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).

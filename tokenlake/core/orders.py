@@ -28,17 +28,20 @@ class Orders:
         """Evict the segments of `keys`, or all of the tenant (of the size `slot_bytes`, if it is not 0), and answer
         with `EvictionDone`."""
         store = self._context.store
+        evicted = kept = 0
+        erasure = self._disk.begin_erasure(
+            lambda reached: self._context.emit(EvictionDone(request, evicted, kept, reached))
+        )
         if keys:
             # A request may name a segment twice.
             named = {key: store.get(tenant, key) for key in split_keys(keys)}
             evicted, kept = self._evict([each for each in named.values() if each is not None])
             only_on_disk = [key for key, each in named.items() if each is None]
             evicted += self._disk.forget(tenant, only_on_disk, OPERATOR_RULE)
-            self._context.emit(EvictionDone(request, evicted, kept))
+            self._disk.end_erasure(erasure)
             return
         cursor: Cursor | None = Cursor()
         on_disk: int | None = 0
-        evicted = kept = 0
         self._under_way += 1
 
         def work() -> bool:
@@ -49,7 +52,7 @@ class Orders:
                 evicted += dropped
                 if on_disk is None:
                     self._under_way -= 1
-                    self._context.emit(EvictionDone(request, evicted, kept))
+                    self._disk.end_erasure(erasure)
                 return on_disk is not None
             passed, cursor = store.walk(cursor, MAX_ORDERED)
             some = self._evict(

@@ -2,6 +2,15 @@
 file layer beneath them writes and reads the places."""
 
 from tokenlake.disk.index import NO_ENTRY
-from tokenlake.disk.places import NOTE_BYTES, PLACE_BYTES, Place, pack_places, stride, unpack_places
+from tokenlake.disk.places import NOTE_BYTES, PLACE_BYTES, Place, pack_places, slab_bytes, stride, unpack_places
 
-__all__ = ["NO_ENTRY", "NOTE_BYTES", "PLACE_BYTES", "Place", "pack_places", "stride", "unpack_places"]
+__all__ = [
+    "NO_ENTRY",
+    "NOTE_BYTES",
+    "PLACE_BYTES",
+    "Place",
+    "pack_places",
+    "slab_bytes",
+    "stride",
+    "unpack_places",
+]

@@ -47,6 +47,8 @@ class Refusal(StrEnum):
     """The credit is used: a share (`SHARE`) of the segments that memory evicted was written."""
     DAY = "day"
     """The budget of bytes per day is used."""
+    SLABS = "slabs"
+    """The device has as many slabs as it may have for the tenant, each for one size of segments."""
     QUEUE = "queue"
     """The device has not written earlier segments yet, or no device has room."""
 

@@ -1,7 +1,7 @@
 """Places of segments on a device, as instructions and events carry them.
 
-A device has one slab per tenant and slot size. A slab is a sequence of places of `stride(slot_bytes)` bytes; place
-number n begins at the byte n * stride of the slab. The generation of a place counts the segments that it has had.
+A device has one slab per tenant and slot size. A slab is a sequence of places of `stride(slot_bytes)` bytes, each of
+which has a record in the table of the slab. The generation of a place counts the segments that it has had.
 """
 
 from __future__ import annotations
@@ -10,7 +10,20 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "HEADER_BYTES", "NOTE_BYTES", "PLACE_BYTES", "Place", "pack_places", "stride", "unpack_places"]
+__all__ = [
+    "ALIGNMENT",
+    "HEADER_BYTES",
+    "NOTE_BYTES",
+    "PLACE_BYTES",
+    "RECORD_BYTES",
+    "SLAB_BYTES",
+    "Place",
+    "footprint",
+    "pack_places",
+    "slab_bytes",
+    "stride",
+    "unpack_places",
+]
 
 ALIGNMENT = 4096
 """Places begin at multiples of this number of bytes, as direct I/O requires."""
@@ -19,6 +32,11 @@ HEADER_BYTES = 4096
 encryption."""
 NOTE_BYTES = 48
 """Bytes that the rules keep with each segment on disk. Their meaning is known to the rules only (`notes.py`)."""
+RECORD_BYTES = 128
+"""Bytes of the record of a place."""
+SLAB_BYTES = 16 << 10
+"""Bytes that a slab takes beside its places and their records: the begin of its files, the rest of a block of the
+table, and what the file system needs for them."""
 _PLACE = struct.Struct("<II")
 PLACE_BYTES = _PLACE.size
 
@@ -45,3 +63,13 @@ def unpack_places(packed: bytes) -> list[Place]:
 def stride(slot_bytes: int) -> int:
     """Returns the bytes of a place for segments of `slot_bytes`."""
     return HEADER_BYTES + -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def footprint(slot_bytes: int) -> int:
+    """Returns the bytes that a place for segments of `slot_bytes` takes on a device, with its record."""
+    return stride(slot_bytes) + RECORD_BYTES
+
+
+def slab_bytes(slot_bytes: int, places: int) -> int:
+    """Returns the bytes of a slab with so many places, and of its table; a slab without places has no files."""
+    return SLAB_BYTES + places * footprint(slot_bytes) if places else 0

@@ -13,8 +13,9 @@
     READ       it is being read back, or held for a reader: it keeps its place
 
 A device has one slab per tenant and slot size. A slab grows by one place at a time while the device has room and the
-tenant's quota allows it. On a full device a slab with less than an equal part of it takes places of the largest one; in
-any other slab a new segment takes the place of the one of least retention value.
+tenant's quota allows it. On a full device a tenant with less than an equal part takes places of those with more, and a
+slab takes places of others of its tenant that have more bytes for their use: places follow use, as regions of memory
+do. Elsewhere a new segment takes the place of the one of least retention value in its slab.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tokenlake.disk.admission import DAY_S, SHARE, Admission, DailyBudget, Refus
 from tokenlake.disk.index import NO_ENTRY, Index
 from tokenlake.disk.notes import Note, Notes
 from tokenlake.disk.order import TOGETHER_S, Order
-from tokenlake.disk.places import Place, stride
+from tokenlake.disk.places import Place, footprint, slab_bytes
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.rate import Rate
@@ -44,8 +45,21 @@ EVICTIONS_HALF_LIFE_S = 300.0
 MAX_SLABS = 0xFFFF
 MAX_WRITING_S = 1.0
 """Maximum seconds of writing that one device has under way: further segments wait for the next look."""
-SHRUNK = 64
-"""Maximum number of places by which one call shrinks a slab."""
+SHRUNK, AHEAD_PART = 64, 64
+"""Maximum number of places for which other slabs shrink at once, within this part of the device."""
+MAX_SHRUNK = 512
+"""Maximum number of places by which one call shrinks other slabs."""
+CRAMPED_S = 1.0
+"""Seconds until a slab that found no places in others seeks them again."""
+SLOWER = 2.0
+"""A slab gives places to another one of its tenant if it has more than so many times as many bytes for its use."""
+USE_HALF_LIFE_S = 3600.0
+LEAST_USE = 1.0
+"""Bytes per second that count as the use of a slab without any."""
+MAX_USES = 4096
+"""Limit of the sizes whose use is remembered; that of the size which was used longest ago is forgotten."""
+MAX_DEVICE_SLABS, MAX_TENANT_SLABS = 256, 64
+"""Limits of the slabs of a device, each of which takes two descriptors, and of those of one tenant there."""
 MAX_PASSED = 32
 """Maximum number of segments that one search for a segment to evict from memory passes over."""
 MAX_HELD = 1 << 14
@@ -60,7 +74,8 @@ class Slab:
         self.device = device
         self.tenant = tenant
         self.slot_bytes = slot_bytes
-        self.stride = stride(slot_bytes)
+        self.footprint = footprint(slot_bytes)
+        """Bytes of a place and its record."""
         self.order = order
         self.free = array("I")
         """Free places; the last one is used next."""
@@ -74,13 +89,19 @@ class Slab:
         self.resident: OrderedDict[int, tuple[Segment, float]] = OrderedDict()
         """The segments of the slab that are in memory too, by entry, and the time of an access of each. The order is
         that of these times, approximately."""
+        self.cramped_until = 0.0
+        """Time before which no place is sought in other slabs."""
         self.void = False
         """True once the device has gone: its entries are not found any more."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places of the slab."""
-        return len(self.entries) * self.stride
+        """Bytes of the slab and its table."""
+        return slab_bytes(self.slot_bytes, len(self.entries))
+
+    def cost(self, places: int) -> int:
+        """Bytes by which the slab grows with so many further places."""
+        return slab_bytes(self.slot_bytes, len(self.entries) + places) - self.nbytes
 
 
 class Device:
@@ -94,6 +115,8 @@ class Device:
         reads."""
         self.writable = False
         """True once everything on it was found."""
+        self.unerased = False
+        """True once segments on it could not be erased, until the device is opened anew."""
         self.used = 0
         """Bytes of all places of its slabs."""
         self.writing = 0
@@ -110,6 +133,8 @@ class Forgotten(NamedTuple):
     place: Place
     rule: str
     """Why; see `tokenlake.store.removals`."""
+    erase: bool = False
+    """True if the bytes must never be found again. The place counts as read until the caller ends that (`end_read`)."""
 
 
 class SlabUse(NamedTuple):
@@ -147,8 +172,8 @@ class DiskTier:
         self.devices: dict[int, Device] = {}
         self.forgotten: list[Forgotten] = []
         """Segments that became void; the caller empties the list."""
-        self.trimmed: dict[int, Slab] = {}
-        """Slabs that became shorter, by number; the caller empties the map."""
+        self.trimmed: dict[tuple[int, TenantId, int], Slab] = {}
+        """Slabs that became shorter, by device, tenant and slot size; the caller empties the map."""
         self.evictions = 0
         """Number of segments that left a device for want of space."""
         self._slabs: dict[int, Slab] = {}
@@ -157,12 +182,16 @@ class DiskTier:
         self._notes = Notes()
         self._writing: set[int] = set()
         """Entries that are being written; not iterated over."""
+        self._erased_when_written: set[int] = set()
+        """Those of them whose segment became void meanwhile, so that it must never be found again."""
         self._reads: dict[tuple[int, int], int] = {}
         """Number of reads under way, by (number of the slab, place)."""
         self._voids: deque[tuple[Slab, int]] = deque()
         """Slabs of devices that have gone, and how many of their places were looked at to remove the entries."""
         self._holds: OrderedDict[int, float] = OrderedDict()
         """Time in seconds until which each entry is held for a reader, the earliest first."""
+        self._uses: OrderedDict[tuple[TenantId, int], Rate] = OrderedDict()
+        """By tenant and slot size: the bytes per second that memory evicts and that are read from disk."""
         self._admissions: dict[tuple[TenantId, int], Admission] = {}
         self._evicted = Rate(EVICTIONS_HALF_LIFE_S)
         """Bytes that memory evicts per second."""
@@ -236,6 +265,7 @@ class DiskTier:
         """Count segments that memory evicted, whether or not they are on disk."""
         self._admission(tenant, slot_bytes).evicted(segments)
         self._evicted.add(segments * slot_bytes, now)
+        self._count_use(tenant, slot_bytes, segments * slot_bytes, now)
 
     def admit(self, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
         """Choose a place for a READY segment of this retention value that memory will evict soon. Returns its entry,
@@ -243,15 +273,23 @@ class DiskTier:
         device = self._device_to_write()
         if device is None:
             return Refusal.QUEUE
-        slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
+        slab = self._slab_on(device, segment.tenant, segment.slot_bytes, now)
+        if slab is None:
+            return Refusal.SLABS
+        verdict = self._admit(slab, segment, accesses, value, now)
+        self._drop_empty(slab)
+        return verdict
+
+    def _admit(self, slab: Slab, segment: Segment, accesses: int, value: float, now: float) -> int | Refusal:
+        device = slab.device
         room = self._has_room(slab)
         if not room:
-            self._make_room(slab)
+            self._make_room(slab, now)
             room = self._has_room(slab)
         victim = None if room else slab.order.victim(now)
         if not room and victim is None:
             return Refusal.QUEUE
-        if self._writes_per_day and device.budget.left(now) < slab.stride:
+        if self._writes_per_day and device.budget.left(now) < slab.footprint:
             return Refusal.DAY
         admission = self._admission(segment.tenant, segment.slot_bytes)
         least = victim[1] if victim is not None else 0.0
@@ -265,11 +303,14 @@ class DiskTier:
         device = self._device_to_write()
         if device is None:
             return Refusal.QUEUE
-        slab = self._slab_on(device, segment.tenant, segment.slot_bytes)
+        slab = self._slab_on(device, segment.tenant, segment.slot_bytes, now)
+        if slab is None:
+            return Refusal.SLABS
         if self._has_room(slab):
             return self._write(slab, segment, accesses, None, now)
         victim = slab.order.victim(now)
         if victim is None or victim[1] > value:
+            self._drop_empty(slab)
             return Refusal.VALUE
         return self._write(slab, segment, accesses, victim, now)
 
@@ -286,25 +327,27 @@ class DiskTier:
         segment.disk = entry
         self._writing.add(entry)
         self._admission(segment.tenant, segment.slot_bytes).wrote(1)
-        slab.device.writing += slab.stride
-        slab.device.budget.spend(slab.stride, now)
+        slab.device.writing += slab.footprint
+        slab.device.budget.spend(slab.footprint, now)
         return entry
 
     def written(self, entry: int, segment: Segment, done: bool) -> bool:
         """Handle the end of the write of an entry. `done`: its bytes are on the device. Returns True if the segment is
         on disk from now on; False also if it left memory during the write, which makes its entry void."""
         slab = self.slab(entry)
-        slab.device.writing -= slab.stride
+        slab.device.writing -= slab.footprint
         self._writing.discard(entry)
         kept = segment.disk == entry
-        if not done or slab.void:
+        erase = entry in self._erased_when_written
+        self._erased_when_written.discard(entry)
+        if slab.void or not (done or erase):
             if kept:
                 segment.disk = NO_ENTRY
             self._remove(slab, entry)
             self._drop_void(slab)
             return False
         if not kept:
-            self.forget(entry)
+            self.forget(entry, erase=erase)
             return False
         slab.resident[entry] = segment, segment.touched
         return True
@@ -340,16 +383,18 @@ class DiskTier:
                 resident.move_to_end(entry)
         return None
 
-    def left(self, segment: Segment, accesses: int, now: float, *, keep: bool) -> bool:
-        """A segment with an entry left memory. `keep`: its bytes on disk still count. Returns True if it stays on
-        disk."""
+    def left(self, segment: Segment, accesses: int, now: float, *, keep: bool, erase: bool = False) -> bool:
+        """A segment with an entry left memory. `keep`: its bytes on disk still count; `erase`: they must never be found
+        again. Returns True if it stays on disk."""
         entry, segment.disk = segment.disk, NO_ENTRY
         slab = self.slab(entry)
         slab.resident.pop(entry, None)
         if entry in self._writing:
+            if erase:
+                self._erased_when_written.add(entry)
             return False
         if not keep or slab.void:
-            self.forget(entry)
+            self.forget(entry, erase=erase)
             return False
         self._index.set_note(entry, self._notes.pack(Note(segment.depth, accesses, segment.hints)))
         self._settle(slab, entry, segment.touched, now)
@@ -374,6 +419,7 @@ class DiskTier:
         del self._reads[at]
         entry = slab.entries[slot] - 1
         if entry >= 0:
+            self._count_use(slab.tenant, slab.slot_bytes, slab.slot_bytes, now)
             self._settle(slab, entry, now, now)
         elif not slab.void:
             slab.free.append(slot)
@@ -420,13 +466,19 @@ class DiskTier:
 
     # -- leaving
 
-    def forget(self, entry: int, rule: str = DISK_RULE) -> None:
-        """Remove the entry of a segment, which is void on disk. Its place is free once no read of it is under way."""
+    def forget(self, entry: int, rule: str = DISK_RULE, *, erase: bool = False) -> None:
+        """Remove the entry of a segment, which is void on disk. Its place is free once no read of it is under way.
+        `erase`: its bytes must never be found again, whatever happens to the index."""
         slab = self.slab(entry)
         if entry in slab.resident:
             slab.resident.pop(entry)[0].disk = NO_ENTRY
         if not slab.void:
-            self.forgotten.append(Forgotten(slab, self.key(entry), self.place(entry), rule))
+            place = self.place(entry)
+            self.forgotten.append(Forgotten(slab, self.key(entry), place, rule, erase))
+            if erase:
+                # No other segment gets the place before its bytes are erased.
+                at = slab.number, place.slot
+                self._reads[at] = self._reads.get(at, 0) + 1
         self._leave_order(slab, entry)
         self._holds.pop(entry, None)
         self._remove(slab, entry)
@@ -470,9 +522,15 @@ class DiskTier:
                 best = device
         return best
 
-    def _slab_on(self, device: Device, tenant: TenantId, slot_bytes: int) -> Slab:
+    def _slab_on(self, device: Device, tenant: TenantId, slot_bytes: int, now: float) -> Slab | None:
+        """The slab for segments of this tenant and size, a new one if needed; None where the device or the tenant has
+        as many as it may have. Then the least used one of the tenant gets smaller, if it is used less."""
         slab = device.slabs.get((tenant, slot_bytes))
         if slab is None:
+            own = [each for each in device.slabs.values() if each.tenant == tenant]
+            if len(own) >= MAX_TENANT_SLABS or len(device.slabs) >= MAX_DEVICE_SLABS:
+                self._make_slab_room(own, tenant, slot_bytes, now)
+                return None
             while self._last in self._slabs:
                 self._last = (self._last + 1) % MAX_SLABS
             order = Order(self._index, lambda: self._odds(tenant, slot_bytes))
@@ -480,11 +538,24 @@ class DiskTier:
             self._slabs[slab.number] = device.slabs[tenant, slot_bytes] = slab
         return slab
 
+    def _make_slab_room(self, own: list[Slab], tenant: TenantId, slot_bytes: int, now: float) -> None:
+        least = min(own, key=lambda each: self._use_of(each, now), default=None)
+        use = self._uses.get((tenant, slot_bytes))
+        if least is None or not least.device.writable or use is None:
+            return
+        if use.at(now) > SLOWER * self._use_of(least, now):
+            count = 0
+            while count < min(MAX_SHRUNK, len(least.entries)):
+                if self._is_busy(least, len(least.entries) - count - 1):
+                    break
+                count += 1
+            self._shrink(least, count)
+
     def _has_room(self, slab: Slab) -> bool:
         return bool(slab.free) or self._may_grow(slab)
 
     def _may_grow(self, slab: Slab) -> bool:
-        return slab.device.used + slab.stride <= slab.device.capacity and self._within_quota(slab)
+        return slab.device.used + slab.cost(1) <= slab.device.capacity and self._within_quota(slab)
 
     def _within_quota(self, slab: Slab) -> bool:
         """Returns True if one more place of the slab is within the quota of its tenant."""
@@ -492,43 +563,109 @@ class DiskTier:
         if quota >= 1.0:
             return True
         taken = sum(each.nbytes for each in device.slabs.values() if each.tenant == slab.tenant)
-        return taken + slab.stride <= quota * device.capacity
+        return taken + slab.cost(1) <= quota * device.capacity
 
     def _take(self, slab: Slab) -> int:
         """Take a free place of the slab, which has room or has just given one up."""
         if slab.free:
             return slab.free.pop()
+        slab.device.used += slab.cost(1)
         slab.entries.append(0)
         slab.generations.append(slab.newest)
-        slab.device.used += slab.stride
         return len(slab.entries) - 1
 
-    def _make_room(self, slab: Slab) -> None:
-        """Shrink the largest slab of the device by some places, at most to an equal part of the device, if this slab
-        has less than an equal part and may grow by the quota of its tenant."""
+    def _make_room(self, slab: Slab, now: float) -> None:
+        """Shrink other slabs of the device by some places, if this slab may grow by the quota of its tenant: those of
+        tenants with more than an equal part, for one with less, and those of the same tenant with more bytes for their
+        use. Does nothing where that gives no room for one place."""
         device = slab.device
-        largest = max(device.slabs.values(), key=lambda each: each.nbytes)
-        sharing = sum(each is slab or each.nbytes > 0 for each in device.slabs.values())
-        part = device.capacity / sharing
-        if largest is slab or slab.nbytes + slab.stride > part or not self._within_quota(slab):
+        if now < slab.cramped_until or not self._within_quota(slab):
             return
-        last = len(largest.entries)
-        while len(largest.entries) > last - SHRUNK and device.used + slab.stride * SHRUNK > device.capacity:
-            if largest.nbytes - largest.stride < part:
-                break
-            slot = len(largest.entries) - 1
-            entry = largest.entries[slot] - 1 if slot >= 0 else NO_ENTRY
-            if slot < 0 or entry in self._writing or entry in self._holds or (largest.number, slot) in self._reads:
-                break
-            if entry >= 0:
+        must = device.used + slab.cost(1) - device.capacity
+        ahead = max(1, min(SHRUNK, device.capacity // AHEAD_PART // slab.footprint))
+        wanted = device.used + slab.cost(ahead) - device.capacity
+        plan: list[tuple[Slab, int]] = []
+        given = places = 0
+        excess = self._excess(slab)
+        for donor in sorted(device.slabs.values(), key=lambda each: -each.nbytes / self._use_of(each, now)):
+            least = self._least(donor, slab, excess, now)
+            count, nbytes = 0, donor.nbytes
+            while given + donor.nbytes - nbytes < wanted and places + count < MAX_SHRUNK:
+                fewer = slab_bytes(donor.slot_bytes, len(donor.entries) - count - 1)
+                if count == len(donor.entries) or fewer < least or self._is_busy(donor, len(donor.entries) - count - 1):
+                    break
+                count, nbytes = count + 1, fewer
+            if count:
+                plan.append((donor, count))
+                given, places = given + donor.nbytes - nbytes, places + count
+                if donor.tenant in excess:
+                    excess[donor.tenant] -= donor.nbytes - nbytes
+        if given >= must:
+            for donor, count in plan:
+                self._shrink(donor, count)
+        else:
+            slab.cramped_until = now + CRAMPED_S
+
+    def _excess(self, slab: Slab) -> dict[TenantId, float]:
+        """Bytes that other tenants have above an equal part of the device; empty where the tenant of this slab would
+        have more than that with one more place."""
+        device, taken = slab.device, dict[TenantId, float]()
+        for each in device.slabs.values():
+            if each.nbytes or each is slab:
+                taken[each.tenant] = taken.get(each.tenant, 0) + each.nbytes
+        part = device.capacity / len(taken)
+        own = taken.pop(slab.tenant) + slab.cost(1)
+        return {tenant: nbytes - part for tenant, nbytes in taken.items()} if own <= part else {}
+
+    def _least(self, donor: Slab, slab: Slab, excess: Mapping[TenantId, float], now: float) -> float:
+        """Bytes that `donor` keeps when another slab of its device needs places."""
+        if donor.tenant != slab.tenant:
+            return donor.nbytes - max(0.0, excess.get(donor.tenant, 0.0))
+        if donor is slab:
+            return donor.nbytes
+        fair = (slab.nbytes + slab.cost(1)) * self._use_of(donor, now) / self._use_of(slab, now)
+        return fair if donor.nbytes > SLOWER * fair else donor.nbytes
+
+    def _use_of(self, slab: Slab, now: float) -> float:
+        """Bytes per second of the slab's size that memory evicted and that were read from disk, at least a little."""
+        use = self._uses.get((slab.tenant, slab.slot_bytes))
+        return LEAST_USE + (use.at(now) if use is not None else 0.0)
+
+    def _count_use(self, tenant: TenantId, slot_bytes: int, nbytes: int, now: float) -> None:
+        use = self._uses.get((tenant, slot_bytes))
+        if use is None:
+            use = self._uses[tenant, slot_bytes] = Rate(USE_HALF_LIFE_S)
+            if len(self._uses) > MAX_USES:
+                self._uses.popitem(last=False)
+        self._uses.move_to_end((tenant, slot_bytes))
+        use.add(nbytes, now)
+
+    def _is_busy(self, slab: Slab, slot: int) -> bool:
+        """True for a place that has to stay, because it is written, read, erased, or held for a reader."""
+        entry = slab.entries[slot] - 1
+        return entry in self._writing or entry in self._holds or (slab.number, slot) in self._reads
+
+    def _shrink(self, slab: Slab, places: int) -> None:
+        """Shorten a slab by its last places, which are not busy. A slab without places is dropped."""
+        slab.device.used -= slab.nbytes - slab_bytes(slab.slot_bytes, len(slab.entries) - places)
+        for _ in range(places):
+            slot = len(slab.entries) - 1
+            if slab.entries[slot]:
                 self.evictions += 1
-                self.forget(entry)
-            largest.free.remove(slot)
-            largest.newest = max(largest.newest, largest.generations.pop())
-            largest.entries.pop()
-            device.used -= largest.stride
-        if len(largest.entries) < last:
-            self.trimmed[largest.number] = largest
+                self.forget(slab.entries[slot] - 1)
+            slab.free.remove(slot)
+            slab.newest = max(slab.newest, slab.generations.pop())
+            slab.entries.pop()
+        self._trimmed(slab)
+
+    def _trimmed(self, slab: Slab) -> None:
+        self.trimmed[slab.device.number, slab.tenant, slab.slot_bytes] = slab
+        self._drop_empty(slab)
+
+    def _drop_empty(self, slab: Slab) -> None:
+        """Drop a slab of a device in use that has no places."""
+        if not slab.entries:
+            del self._slabs[slab.number], slab.device.slabs[slab.tenant, slab.slot_bytes]
 
     def _admission(self, tenant: TenantId, slot_bytes: int) -> Admission:
         return self._admissions.setdefault((tenant, slot_bytes), Admission())
@@ -558,21 +695,23 @@ class DiskTier:
         entry has its key or its place, the device has no room for its place, or its note is damaged. `settle` puts it
         in order."""
         device = self.devices[number]
-        slab = self._slab_on(device, tenant, slot_bytes)
+        slab = self._slab_on(device, tenant, slot_bytes, 0.0)
+        if slab is None:
+            return None
         slab.newest = max(slab.newest, place.generation)
         try:
             self._notes.unpack(note)
         except ValueError:
             return None
         beyond = place.slot - len(slab.entries) + 1
-        if beyond > 0 and device.used + beyond * slab.stride > device.capacity:
+        if beyond > 0 and device.used + slab.cost(beyond) > device.capacity:
             return None
         if self._index.find(tenant, key) >= 0 or (beyond <= 0 and slab.entries[place.slot]):
             return None
-        for _ in range(beyond):
-            slab.entries.append(0)
-            slab.generations.append(0)
-            device.used += slab.stride
+        if beyond > 0:
+            device.used += slab.cost(beyond)
+            slab.entries.extend([0] * beyond)
+            slab.generations.extend([0] * beyond)
         entry = self._index.add(key, slab.number, place.slot, shards, note)
         slab.entries[place.slot] = entry + 1
         slab.generations[place.slot] = place.generation
@@ -590,6 +729,9 @@ class DiskTier:
             slab.free = array("I", (slot for slot, entry in enumerate(slab.entries) if not entry))
             for slot in slab.free:
                 slab.generations[slot] = slab.newest
+        for slab in list(device.slabs.values()):
+            # An earlier process may have had more space for it.
+            self._trimmed(slab)
 
     def gone(self, number: int) -> None:
         """A device cannot be used any more: its segments are not found from now on. `sweep` removes them."""
@@ -600,6 +742,10 @@ class DiskTier:
                 segment.disk = NO_ENTRY
             slab.resident.clear()
             self._voids.append((slab, 0))
+
+    def erases_when_written(self, entry: int) -> bool:
+        """True for an entry that is being written and whose segment must never be found."""
+        return entry in self._erased_when_written
 
     def sweep(self, entries: int) -> list[tuple[TenantId, SegmentKey]]:
         """Remove some entries of devices that have gone. Returns their tenants and keys; an empty list at the end."""
@@ -631,7 +777,7 @@ class DiskTier:
         for device in self.devices.values():
             for slab in device.slabs.values():
                 count = len(slab.entries) - len(slab.free)
-                yield SlabUse(device.number, slab.tenant, slab.slot_bytes, count, count * slab.stride)
+                yield SlabUse(device.number, slab.tenant, slab.slot_bytes, count, count * slab.footprint)
 
     def budgets(self, now: float) -> dict[int, float]:
         """The bytes that may be written now by the budget of bytes per day, by device; empty where there is none."""
@@ -667,5 +813,5 @@ class DiskTier:
         for device in self.devices.values():
             assert device.used == sum(slab.nbytes for slab in device.slabs.values())
             assert device.writing == sum(
-                self.slab(each).stride for each in self._writing if self.slab(each).device is device
+                self.slab(each).footprint for each in self._writing if self.slab(each).device is device
             )

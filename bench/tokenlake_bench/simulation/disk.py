@@ -99,6 +99,14 @@ class SimDisk:
         for place in unpack_places(order.places):
             self._places.pop((order.tenant, order.slot_bytes, place.slot), None)
 
+    def erase(self, order: instructions.DiskErase) -> None:
+        """See `tokenlake_testing.driver.Disks`."""
+        slots = [place.slot for place in unpack_places(order.places)]
+        for slot in slots:
+            self._places.pop((order.tenant, order.slot_bytes, slot), None)
+        done = events.DiskErased(order.erase, bytes([Code.COMMITTED]) * len(slots))
+        self._clock.at(self._clock.now + self._shape.latency_s, self._deliver, done)
+
     def trim(self, order: instructions.DiskTrim) -> None:
         """See `tokenlake_testing.driver.Disks`."""
 

@@ -185,9 +185,9 @@ class Control:
         segment_bytes: int = 0,
         everything: bool = False,
         tenant: str = "",
-    ) -> int:
-        """Evict segments of the node: those of `keys`, those of one size (of a layout), or all of the tenant. Returns
-        their number."""
+    ) -> admin_pb2.EvictResponse:
+        """Evict segments of the node: those of `keys`, those of one size (of a layout), or all of the tenant. The
+        answer has their number (`evicted`), and names the devices that could not be reached (`unremoved`)."""
         message = admin_pb2.EvictRequest(tenant=tenant)
         if keys is not None:
             message.keys = join_keys(list(keys))
@@ -195,7 +195,7 @@ class Control:
             message.segment_bytes = segment_bytes
         elif everything:
             message.all = True
-        return self._ask(self._admin.Evict, message, CHANGE_S).evicted
+        return self._ask(self._admin.Evict, message, CHANGE_S)
 
     def weights_changed(self, weights_digest: str, tenant: str = "") -> admin_pb2.WeightsChangedResponse:
         """The weights that this digest names have changed in place: end the sessions of engines with it."""

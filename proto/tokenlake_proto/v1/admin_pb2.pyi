@@ -138,6 +138,7 @@ class Disk(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
+    LOST_SEGMENTS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     serving: _builtins.bool
     """False while the device is set aside: its segments are not used."""
@@ -148,6 +149,8 @@ class Disk(_message.Message):
     segments: _builtins.int
     used_bytes: _builtins.int
     """Bytes of the places of these segments."""
+    lost_segments: _builtins.int
+    """Segments that were lost when the device was opened last, because their records or files were damaged."""
     def __init__(
         self,
         *,
@@ -157,10 +160,11 @@ class Disk(_message.Message):
         capacity_bytes: _builtins.int = ...,
         segments: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
+        lost_segments: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "path", b"path", "problem", b"problem", "segments", b"segments", "serving", b"serving", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "lost_segments", b"lost_segments", "path", b"path", "problem", b"problem", "segments", b"segments", "serving", b"serving", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1277,18 +1281,32 @@ class EvictResponse(_message.Message):
 
     EVICTED_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    UNREMOVED_FIELD_NUMBER: _builtins.int
+    UNRECORDED_FIELD_NUMBER: _builtins.int
     evicted: _builtins.int
     kept: _builtins.int
     """Segments that were being written."""
+    @_builtins.property
+    def unremoved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each device of the disk tier, and the reason, from which not all were removed now. They are removed when the device
+        can be written, by this daemon or a later one, and are not used before.
+        """
+
+    @_builtins.property
+    def unrecorded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each file, and the reason, in which that could not be recorded, so that it may be lost with the other files."""
+
     def __init__(
         self,
         *,
         evicted: _builtins.int = ...,
         kept: _builtins.int = ...,
+        unremoved: _abc.Iterable[_builtins.str] | None = ...,
+        unrecorded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "kept", b"kept", "unrecorded", b"unrecorded", "unremoved", b"unremoved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1323,18 +1341,32 @@ class WeightsChangedResponse(_message.Message):
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    UNREMOVED_FIELD_NUMBER: _builtins.int
+    UNRECORDED_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
     """Engines whose sessions ended."""
     evicted: _builtins.int
+    @_builtins.property
+    def unremoved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in EvictResponse."""
+
+    @_builtins.property
+    def unrecorded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each file, and the reason, in which the change could not be recorded: without any file, it is lost when the daemon
+        ends.
+        """
+
     def __init__(
         self,
         *,
         sessions: _builtins.int = ...,
         evicted: _builtins.int = ...,
+        unremoved: _abc.Iterable[_builtins.str] | None = ...,
+        unrecorded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "sessions", b"sessions", "unrecorded", b"unrecorded", "unremoved", b"unremoved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

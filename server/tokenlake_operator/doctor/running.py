@@ -150,6 +150,10 @@ def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:
     elif disk.problem:
         cure = "free space of its file system, or give a lower size in 'disk'"
         yield Finding("warning", "disk-full", where, disk.problem, cure)
+    if disk.lost_segments:
+        problem = f"{disk.lost_segments:,} segments were lost when the device was opened: their files were damaged"
+        cure = "look at `dmesg` and `smartctl -a` for errors; `tokenlake disk verify` reads all segments of the device"
+        yield Finding("warning", "disk-lost", where, problem, cure)
 
 
 def _memory(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:

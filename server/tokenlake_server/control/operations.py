@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import time
@@ -16,6 +17,7 @@ from tokenlake.core import events
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.core.orders import MAX_ORDERED
 from tokenlake.errors import LimitReached
+from tokenlake.keys import KEY_BYTES
 from tokenlake.location import shown_location
 from tokenlake.store import Kind
 from tokenlake_proto.v1 import admin_pb2 as pb
@@ -24,12 +26,14 @@ from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.messages import MAX_KEYS, MAX_NAME, activity_message, check_name, keys_of, layout_message
 from tokenlake_server.control.service import Unary
+from tokenlake_server.disk.tier import DiskTier
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peer_measurement import MAX_BYTES, MAX_S, PeerMeasurement
 from tokenlake_server.peer_states import PeerState
+from tokenlake_server.standing_orders import Drop, StandingOrders
 
 __all__ = ["Admin"]
 
@@ -56,6 +60,8 @@ class Admin:
         config: ServerConfig,
         origin: Mapping[str, str],
         measurement: PeerMeasurement,
+        orders: StandingOrders,
+        disk: DiskTier,
     ) -> None:
         """`snapshot` and `controls` (where each node serves its control plane) are called on the control loop.
         `origin`: the source of each setting."""
@@ -68,6 +74,8 @@ class Admin:
         self._config = config
         self._origin = origin
         self._measurement = measurement
+        self._orders = orders
+        self._disk = disk
         self._started = time.monotonic()
         self.awaited = False
         """True once a caller has let this node drain, and waits for its account."""
@@ -306,27 +314,35 @@ class Admin:
                 "an EvictRequest needs one of the fields 'keys', 'all' (true) and 'segment_bytes' (above 0)"
             )
         if what != "keys":
-            done = await self._evict(tenant, b"", message.segment_bytes)
-            evicted, kept = done.evicted, done.kept
+            response = await self._evict(tenant, b"", message.segment_bytes)
         else:
             if not message.keys:
                 raise ValueError("field 'keys' is empty; expected keys of segments")
             count = len(keys_of(message.keys))
             if count > MAX_KEYS:
                 raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
-            evicted = kept = 0
-            step = MAX_ORDERED * (len(message.keys) // count)
-            for at in range(0, len(message.keys), step):
-                done = await self._evict(tenant, message.keys[at : at + step], 0)
-                evicted, kept = evicted + done.evicted, kept + done.kept
-        log.info("'%s' evicted %d segments of tenant '%s' (%s)", caller.name, evicted, tenant, what)
-        return pb.EvictResponse(evicted=evicted, kept=kept)
+            response = await self._evict(tenant, message.keys, 0)
+        log.info("'%s' evicted %d segments of tenant '%s' (%s)", caller.name, response.evicted, tenant, what)
+        return response
 
-    async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> EvictionDone:
-        done: EvictionDone = await self._bridge.ask(
-            lambda number: events.EvictRequested(number, tenant, keys, slot_bytes)
-        )
-        return done
+    async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> pb.EvictResponse:
+        """Evict segments of the tenant from memory and from the devices. Removals that a device cannot carry out now
+        are recorded, and wait for it."""
+        drop = Drop(tenant, slot_bytes, keys)
+        evicted = kept = 0
+        step = MAX_ORDERED * KEY_BYTES
+        reached: set[int] | None = None
+        for at in range(0, max(1, len(keys)), step):
+            part = keys[at : at + step]
+            done: EvictionDone = await self._bridge.ask(
+                functools.partial(events.EvictRequested, tenant=tenant, keys=part, slot_bytes=slot_bytes)
+            )
+            evicted, kept = evicted + done.evicted, kept + done.kept
+            reached = set(done.reached) if reached is None else reached.intersection(done.reached)
+        unremoved = await self._bridge.call(lambda: self._disk.drop(drop, reached or set()))
+        waiting = self._config.disk and len(reached or ()) < len(self._config.disk)
+        unrecorded = await self._bridge.coroutine(self._orders.save) if waiting else []
+        return pb.EvictResponse(evicted=evicted, kept=kept, unremoved=unremoved, unrecorded=unrecorded)
 
     async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:
         """End the sessions of engines whose weights changed, and evict their segments."""
@@ -334,14 +350,19 @@ class Admin:
         if not digest:
             raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
         check_name("digest", digest)
-        sessions, layouts = await self._bridge.call(
-            lambda: (self._engines.retire(tenant, digest), self._engines.layouts(tenant))
+        sessions, sizes = await self._bridge.call(
+            lambda: (self._engines.retire(tenant, digest), self._orders.sizes(tenant, digest))
         )
-        evicted = 0
-        for size in {each.segment_bytes for each in layouts if each.weights_digest == digest}:
-            evicted += (await self._evict(tenant, b"", size)).evicted
+        # Recorded before anything is evicted: an engine of a daemon that is killed meanwhile is refused all the same.
+        unrecorded = await self._bridge.coroutine(self._orders.save)
+        evicted, unremoved = 0, dict[str, None]()
+        for size in sizes:
+            done = await self._evict(tenant, b"", size)
+            evicted += done.evicted
+            unremoved |= dict.fromkeys(done.unremoved)
+            unrecorded = done.unrecorded or unrecorded
         log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
-        return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted)
+        return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted, unremoved=unremoved, unrecorded=unrecorded)
 
     async def set_log_level(self, caller: Caller, message: pb.SetLogLevelRequest) -> pb.SetLogLevelResponse:
         """Set the least level of the messages that are logged."""
@@ -387,6 +408,7 @@ def _disks(snapshot: Snapshot) -> Iterator[pb.Disk]:
             capacity_bytes=each.capacity_bytes,
             segments=sum(use.segments for use in uses),
             used_bytes=sum(use.nbytes for use in uses),
+            lost_segments=each.lost,
         )
 
 

@@ -46,12 +46,14 @@ from tokenlake_server.control.service import (
 )
 from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
 from tokenlake_server.control.work import Work
+from tokenlake_server.disk.tier import DiskTier
 from tokenlake_server.driver import Driver
 from tokenlake_server.engine_listener import EngineListener
 from tokenlake_server.local_socket import prepare
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peer_measurement import PeerMeasurement
+from tokenlake_server.standing_orders import StandingOrders
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["ControlServer"]
@@ -120,6 +122,8 @@ class ControlServer:
         snapshot: Callable[[], Snapshot],
         controls: Callable[[], Mapping[str, str]],
         measurement: PeerMeasurement,
+        orders: StandingOrders,
+        disk: DiskTier,
     ) -> None:
         """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
         are called on the control loop. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
@@ -132,7 +136,9 @@ class ControlServer:
         except RuntimeError as error:
             raise LimitReached(f"the thread of the control plane cannot be started: {error}") from error
         serving = Serving(Callers(config.cluster, tenants), self._calls, self._work)
-        self._admin = Admin(self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement)
+        self._admin = Admin(
+            self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement, orders, disk
+        )
         self._scheduling = Scheduling(self._bridge, driver, engines, self._work, Fleets(tenants.count))
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: self._scheduling.functions,

@@ -1,1 +1,1 @@
-"""The disk tier's files: slabs of segments on each device of the setting `disk`, and the index over them."""
+"""The disk tier's files: slabs of segments on each device of the setting `disk`, and a table of each."""

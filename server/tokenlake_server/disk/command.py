@@ -30,10 +30,12 @@ from tokenlake_server.disk.store import (
     Identity,
     SurveyedSlab,
     aside_names,
+    orders_names,
     own_names,
     read_identity,
     survey,
 )
+from tokenlake_server.disk.table import BLOCK_BYTES
 from tokenlake_server.tables import print_rows
 
 __all__ = ["disk"]
@@ -41,7 +43,7 @@ __all__ = ["disk"]
 _path = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 ATTEMPTS = 5
-"""Attempts to read an index that a running daemon replaces meanwhile."""
+"""Attempts to read tables of which a running daemon removes one meanwhile."""
 
 
 @click.group()
@@ -59,12 +61,12 @@ def inspect_command(path: Path, as_json: bool) -> None:
         slabs = _survey(files)
         rows = [_row(files, each) for each in slabs]
         aside = {name: _size(files, name) for name in aside_names(files)}
-        index_bytes = sum(_size(files, name) for name in own_names(files) if name.startswith(("log-", "snapshot-")))
+        table_bytes = sum(_size(files, name) for name in own_names(files) if name.startswith("table-"))
     if as_json:
         answer = {
             "identity": msgspec.to_builtins(identity),
             "slabs": rows,
-            "index_bytes": index_bytes,
+            "table_bytes": table_bytes,
             "kept_aside": aside,
         }
         click.echo(json.dumps(answer))
@@ -84,7 +86,7 @@ def inspect_command(path: Path, as_json: bool) -> None:
         for row in rows
     ]
     print_rows(columns, shown, title)
-    click.echo(f"index: {index_bytes / (1 << 20):,.1f} MiB")
+    click.echo(f"tables: {table_bytes / (1 << 20):,.1f} MiB")
     if aside:
         click.echo(
             f"kept aside: {len(aside)} files, {sum(aside.values()) / (1 << 20):,.1f} MiB "
@@ -132,11 +134,11 @@ def wipe_command(path: Path, aside: bool, yes: bool) -> None:
     """Remove all files of the disk tier from PATH; other files stay. The daemon must not run."""
     with _opened(path, lock=False) as files:
         # Without the lock, which would create a file that belongs to this user.
-        if not aside_names(files) + ([] if aside else own_names(files)):
+        if not aside_names(files) + ([] if aside else _all_names(files)):
             click.echo(f"{path} has no such files")
             return
     with _opened(path, lock=True) as files:
-        names = aside_names(files) + ([] if aside else own_names(files))
+        names = aside_names(files) + ([] if aside else _all_names(files))
         nbytes = sum(_size(files, name) for name in names)
         if not yes:
             click.confirm(f"Remove {len(names)} files, {nbytes / (1 << 20):,.1f} MiB, from {path}?", abort=True)
@@ -144,6 +146,11 @@ def wipe_command(path: Path, aside: bool, yes: bool) -> None:
             files.remove(name)
         files.sync_names()
     click.echo(f"removed {len(names)} files, {nbytes / (1 << 20):,.1f} MiB")
+
+
+def _all_names(files: DirectoryFiles) -> list[str]:
+    """The files of the tier in use. The orders go first: without the segments they are for none."""
+    return orders_names(files) + own_names(files)
 
 
 @contextmanager
@@ -174,7 +181,7 @@ def _survey(files: DirectoryFiles) -> list[SurveyedSlab]:
         try:
             return survey(files)
         except FileNotFoundError:
-            # A running daemon has made a snapshot meanwhile.
+            # A running daemon has removed a slab meanwhile.
             if attempt == ATTEMPTS:
                 raise
     raise AssertionError
@@ -214,7 +221,7 @@ def _verified(
             kept.io, kept.memory = SegmentIO(keys), {}
         memory = kept.memory.setdefault(where.slot_bytes, aligned_memory(where.slot_bytes))
         try:
-            kept.io.read(file, where.slot * stride(where.slot_bytes), where, memory)
+            kept.io.read(file, BLOCK_BYTES + where.slot * stride(where.slot_bytes), where, memory)
         except (Mismatch, OSError) as error:
             return where, str(error)
         finally:

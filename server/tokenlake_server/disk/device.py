@@ -2,12 +2,13 @@
 
 ::
 
-    control loop                    4 threads "disk-N"                    thread "disk-N-index"
+    control loop                    4 threads "disk-N"                    thread "disk-N-table"
       | DiskRead  ---> queue ------>| bytes, verification                   |
       |<------------- FetchDone ----|                                       |
       | DiskWrite ---> queue ------>| bytes                                 |
       |                             | the last segment of the write ------->| sync of the slabs, records, sync
       |<------------------------------------------ DiskWritten -------------|
+      | DiskErase ---> queue ------>| headers, then as a write: DiskErased  |
       | DiskForget, DiskTrim ---------------------------------------------->| records
 
 Reads come first; one thread prefers writes, so that neither waits for ever. The rules bound the number of reads and
@@ -16,6 +17,10 @@ writes under way.
 A device whose operations fail or take seconds is set aside: its reads and writes end at once, but for those that a
 thread still carries out, and the rules forget its segments. It is checked again and again, by writing and reading a
 file, and is opened like at the start when the check succeeds.
+
+A device without space goes on serving reads: writes that need space are lost, and the rules hear of the capacity that
+it has. Segments that were to be removed while the device could not be written are removed when it is opened, before
+anything on it is found.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from typing import NamedTuple
 from tokenlake.content import content_limit
 from tokenlake.core import events
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import DiskForget, DiskRead, DiskTrim, DiskWrite
+from tokenlake.core.instructions import DiskErase, DiskForget, DiskRead, DiskTrim, DiskWrite
 from tokenlake.disk.places import NOTE_BYTES, unpack_places
 from tokenlake.errors import LimitReached
 from tokenlake.keys import KEY_BYTES
@@ -44,9 +49,10 @@ from tokenlake.wire.slots import split_keys, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.contents import Contents
 from tokenlake_server.disk.encryption import DiskKeys
-from tokenlake_server.disk.files import Files
+from tokenlake_server.disk.files import Files, no_space
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
-from tokenlake_server.disk.store import DiskStore, Place, WrongKeys
+from tokenlake_server.disk.store import OWN_BYTES, DiskStore, Place, WrongKeys, files_bytes
+from tokenlake_server.standing_orders import StandingOrders
 
 __all__ = ["RESERVE_BYTES", "THREADS", "Device", "DeviceState", "Patience", "Surroundings", "measure"]
 
@@ -55,13 +61,21 @@ log = logging.getLogger(__name__)
 THREADS = 4
 """Threads of a device that read and write segments; more give no more bandwidth."""
 RESERVE_BYTES = 64 << 20
-"""Bytes of the file system that are left free, for the index and for other programs."""
+"""Bytes of the file system that are left free, for other programs."""
 FREE_SHARE = 0.95
 """Share of the free space that a device without a size takes."""
 PROBE_PIECE = 1 << 20
 """Size of each operation of a check."""
 PROBE = "probe"
+REMOVING = "segments that an operator evicted are being removed"
+LEAST_PROBE = 2 << 20
+"""Least bytes of the file of a check, also where segments take all bytes of the device."""
+UNMEASURED = (1e9, 0.5e9)
+"""Bandwidth of (reads, writes) of a device that has no space for the file of a check, in bytes/s: that of a small
+drive. Reads correct the first one."""
 FULL = "full: it takes no further segments until its file system has room again"
+FULL_S = 5.0
+"""Greatest interval at which the free space of a full device is read."""
 CAPACITY_CHANGE = 0.02
 """Share of the capacity by which it changes before the rules are told."""
 GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOENT})
@@ -101,6 +115,9 @@ class Surroundings:
     deliver: Callable[[Event], bool]
     """As `post`, but returns when the event was handled; False where the daemon ends."""
     contents: Contents
+    orders: StandingOrders
+    orders_changed: Callable[[], None] = lambda: None
+    """Saves the orders soon; from any thread."""
 
 
 class DeviceState(NamedTuple):
@@ -118,20 +135,25 @@ class DeviceState(NamedTuple):
     read_errors: int
     write_errors: int
     mismatches: int
-    """Number of reads that found other bytes at a place than those of the segment that the index names."""
+    """Number of reads that found other bytes at a place than those of the segment that its record names."""
+    restored: int = 0
+    """Segments that were found by the header of their place when the device was opened, because their records were
+    damaged."""
+    lost: int = 0
+    """Segments that were not found when it was opened, because their records or files were damaged."""
 
 
 class _Segments:
     """The segments of one instruction; `codes` and `left` are guarded by the lock of the device."""
 
-    def __init__(self, instruction: DiskRead | DiskWrite) -> None:
+    def __init__(self, instruction: DiskRead | DiskWrite | DiskErase) -> None:
         self.keys = split_keys(instruction.keys)
-        self.slots = unpack_slots(instruction.slots)
         self.places = unpack_places(instruction.places)
         self.left = len(self.keys)
         """Number of the segments whose read or write has not ended."""
         self.codes = bytearray([Code.LOST]) * self.left
-        self._names = instruction.tenant, instruction.slot_bytes, instruction.shards
+        shards = 0 if isinstance(instruction, DiskErase) else instruction.shards
+        self._names = instruction.tenant, instruction.slot_bytes, shards
 
     def where(self, index: int) -> StoredSegment:
         """One of the segments, and its place."""
@@ -144,6 +166,7 @@ class _Read(_Segments):
     def __init__(self, instruction: DiskRead) -> None:
         super().__init__(instruction)
         self.instruction = instruction
+        self.slots = unpack_slots(instruction.slots)
         count = len(self.keys)
         self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
 
@@ -157,12 +180,24 @@ class _Write(_Segments):
     def __init__(self, instruction: DiskWrite) -> None:
         super().__init__(instruction)
         self.instruction = instruction
+        self.slots = unpack_slots(instruction.slots)
 
     def done(self) -> Event:
         return events.DiskWritten(self.instruction.write, bytes(self.codes))
 
 
-_Job = _Read | _Write
+class _Erase(_Segments):
+    """The execution of one `DiskErase`."""
+
+    def __init__(self, instruction: DiskErase) -> None:
+        super().__init__(instruction)
+        self.instruction = instruction
+
+    def done(self) -> Event:
+        return events.DiskErased(self.instruction.erase, bytes(self.codes))
+
+
+_Job = _Read | _Write | _Erase
 _Op = tuple[_Job, int]
 """One segment of a job."""
 
@@ -175,7 +210,7 @@ class _Queue:
     writes: deque[_Op] = field(default_factory=deque)
 
     def of(self, job: _Job) -> deque[_Op]:
-        return self.writes if isinstance(job, _Write) else self.reads
+        return self.reads if isinstance(job, _Read) else self.writes
 
     def __len__(self) -> int:
         return len(self.reads) + len(self.writes)
@@ -188,8 +223,8 @@ class _Queue:
 
 
 class Device:
-    """A device of the setting `disk`. `start`, `read`, `write`, `forget`, `trim`, `abort`, `watch` and `state` are
-    called on the control loop and never block; `close` blocks."""
+    """A device of the setting `disk`. `start`, `read`, `write`, `erase`, `remove`, `forget`, `trim`, `abort`, `watch`
+    and `state` are called on the control loop and never block; `close` blocks."""
 
     def __init__(
         self,
@@ -200,7 +235,7 @@ class Device:
         surroundings: Surroundings,
         patience: Patience = Patience(),
     ) -> None:
-        """`limit`: most bytes of all slabs; None: the free space of the device. `open_files`: opens the directory at
+        """`limit`: most bytes of all files; None: the free space of the device. `open_files`: opens the directory at
         `path`."""
         self.number = number
         self.path = path
@@ -211,15 +246,17 @@ class Device:
         self._lock = threading.Lock()
         """Guards all fields below."""
         self._changed = threading.Condition(self._lock)
-        """Wakes the thread of the index when there are records for it, or when the state has changed."""
+        """Wakes the thread of the tables when there are records for it, or when the state has changed."""
         self._queued = threading.Condition(self._lock)
         """Wakes the other threads when there are segments to read or write, or when the daemon ends."""
         self._store: DiskStore | None = None
         """None while the device is not in use."""
+        self._opened: DiskStore | None = None
+        """The files as they are open; of the thread of the tables."""
         self._queue = _Queue()
         self._jobs: dict[int, _Read] = {}
-        self._records: deque[_Write | DiskForget | DiskTrim] = deque()
-        """The changes that the thread of the index has to record, in order."""
+        self._records: deque[_Write | _Erase | DiskForget | DiskTrim] = deque()
+        """The changes that the thread of the tables has to record, in order."""
         self._running: dict[str, float] = {}
         """Begin of the operation of each thread."""
         self._errors: deque[float] = deque()
@@ -227,6 +264,8 @@ class Device:
         self._problem = ""
         self._full = False
         """True from the first write without space until the rules know the capacity."""
+        self._found = (0, 0)
+        """Segments that were (restored, lost) when the device was opened last."""
         self._capacity = 0
         self._rates = (0.0, 0.0)
         self._counts = {"read": 0, "write": 0, "mismatch": 0}
@@ -236,7 +275,7 @@ class Device:
             threading.Thread(target=self._work, args=(thread == 0,), name=f"{name}.{thread}", daemon=True)
             for thread in range(THREADS)
         ]
-        self._keeper = threading.Thread(target=self._keep, name=f"{name}-index", daemon=True)
+        self._keeper = threading.Thread(target=self._keep, name=f"{name}-table", daemon=True)
 
     def start(self) -> None:
         """Begin to open the device. Raises `LimitReached` where no threads can be started."""
@@ -256,12 +295,27 @@ class Device:
         """Carry out a `DiskRead`."""
         self._add(_Read(instruction))
 
+    def erase(self, instruction: DiskErase) -> None:
+        """Carry out a `DiskErase`."""
+        self._add(_Erase(instruction))
+
+    def remove(self) -> str:
+        """There are orders to remove segments that the rules could not reach: they are carried out when the device is
+        opened, so one that is in use is opened anew. Returns the reason why this may take long; empty if it does
+        not."""
+        with self._changed:
+            problem, serving = self._problem, self._store is not None
+        if serving:
+            self._set_aside(REMOVING)
+            return ""
+        return problem or "it is not open"
+
     def _add(self, job: _Job) -> None:
         with self._changed:
             if self._store is not None and job.left and not self._closing:
                 if isinstance(job, _Read):
                     self._jobs[job.instruction.fetch] = job
-                else:
+                elif isinstance(job, _Write):
                     order, places = job.instruction, 1 + max(place.slot for place in job.places)
                     self._store.will_write(order.tenant, order.slot_bytes, places)
                 self._queue.of(job).extend((job, index) for index in range(job.left))
@@ -314,6 +368,7 @@ class Device:
                 counts["read"],
                 counts["write"],
                 counts["mismatch"],
+                *self._found,
             )
 
     def close(self) -> None:
@@ -342,12 +397,15 @@ class Device:
             try:
                 if isinstance(job, _Read):
                     code = self._read_one(store, segment_io, job, index)
-                else:
+                elif isinstance(job, _Write):
                     code = self._write_one(store, segment_io, job, index)
+                else:
+                    store.erase(segment_io, job.where(index))
+                    code = Code.COMMITTED
             except OSError as error:
                 self._failed(store, error, "read" if isinstance(job, _Read) else "write")
             except Exception:
-                what = "read" if isinstance(job, _Read) else "written"
+                what = "read" if isinstance(job, _Read) else "written or erased"
                 log.exception("%s: a segment could not be %s", self.path, what)
             self._finish(job, index, code)
 
@@ -377,7 +435,7 @@ class Device:
 
     def _ended(self, job: _Job, count: int) -> Event | None:
         """Count segments of a job that have ended. Returns the event of a job that has ended; a write with bytes on the
-        device goes to the thread of the index instead."""
+        device goes to the thread of the tables instead."""
         job.left -= count
         if job.left:
             return None
@@ -415,7 +473,8 @@ class Device:
         (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
         size = CHECKSUM_BYTES * each.shards
         content = self._around.contents.contents(each.tenant, [job.keys[index]], 1 << 12)
-        stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"")
+        note = each.notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES]
+        stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"", note)
         store.write(segment_io, where, segment, stored)
         return Code.COMMITTED
 
@@ -427,7 +486,7 @@ class Device:
             if store is not self._store:
                 return
             self._counts[what] += 1
-            if error.errno == errno.ENOSPC:
+            if no_space(error):
                 self._full = True
                 self._changed.notify_all()
                 return
@@ -461,36 +520,38 @@ class Device:
         """End all that no thread carries out: returns its events."""
         done = [self._ended(job, 1) for job, _ in self._queue.take_all()]
         if self._store is None:
-            writes = [each for each in self._records if isinstance(each, _Write)]
+            writes = [each for each in self._records if isinstance(each, _Write | _Erase)]
             self._records.clear()
             for write in writes:
                 _lose(write)
             done += [write.done() for write in writes]
         return [event for event in done if event is not None]
 
-    # -- the thread of the index
+    # -- the thread of the tables
 
     def _keep(self) -> None:
         wait_s = self._patience.check_s
         while True:
-            store = None
             try:
                 store = self._open()
                 wait_s = self._patience.check_s
                 self._serve(store)
+                if self._problem == REMOVING:
+                    wait_s = 0.0
             except (OSError, WrongKeys, _SlowCheck) as error:
                 self._not_opened(_text(error))
             except Exception as error:
                 log.exception("the disk tier at %s failed", self.path)
                 self._not_opened(repr(error))
             self._running_ended()
-            if store is not None:
+            opened, self._opened = self._opened, None
+            if opened is not None:
                 with contextlib.suppress(OSError):
-                    store.close()
+                    opened.close()
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, wait_s):
                     return
-            wait_s = min(2 * wait_s, self._patience.most_check_s)
+            wait_s = min(2 * wait_s, self._patience.most_check_s) or self._patience.check_s
 
     def _not_opened(self, reason: str) -> None:
         with self._changed:
@@ -514,21 +575,29 @@ class Device:
         """Open the device and report its segments. Raises OSError, `WrongKeys` and `_SlowCheck`."""
         began = time.monotonic()
         files = self._open_files()
-        store = DiskStore(files)
-        try:
-            self._rates = _checked(files, self._patience)
-            found = store.open(self._around.cluster, self._around.node, self._around.keys)
-            self._capacity = self._room(store)
-        except BaseException:
-            store.close()
-            raise
+        around = self._around
+        limit = None if self._limit is None else max(0, self._limit - OWN_BYTES)
+        store = self._opened = DiskStore(files, limit)
+        around.orders.take(self.path)
+        rates = self._check(files)
+        self._rates = rates or UNMEASURED
+        drops = around.orders.drops(self.path)
+        found = store.open(around.cluster, around.node, around.keys, drops)
+        self._capacity = self._room(store, full=rates is None)
+        if drops:
+            around.orders.dropped(self.path, drops)
+            around.orders_changed()
+            log.info("%s: segments that operators evicted earlier are removed", self.path)
         if store.aside:
             log.error("%s: %s", self.path, store.aside)
-        if store.unreadable:
-            log.warning("%s: %d segments have a key that is not in 'disk_keys'", self.path, store.unreadable)
         with self._changed:
-            self._store, self._problem, self._full = store, "", False
-        around, number, count = self._around, self.number, 0
+            if around.orders.drops(self.path):
+                # Ordered meanwhile.
+                self._problem = REMOVING
+                return store
+            self._store, self._problem, self._full = store, "" if rates else FULL, False
+            self._found = (0, 0)
+        number, count = self.number, 0
         around.deliver(self._ready())
         for each in found:
             slab, shards, keys, places, notes = each
@@ -537,6 +606,16 @@ class Device:
             if self._store is not store or not around.deliver(event):
                 return store
         around.deliver(events.DiskRecovered(number))
+        if store.unreadable:
+            log.warning("%s: %d segments have a key that is not in 'disk_keys'", self.path, store.unreadable)
+        with self._changed:
+            self._found = store.restored, store.lost
+        if store.restored:
+            log.warning(
+                "%s: %d segments had damaged records, and were found by their headers", self.path, store.restored
+            )
+        if store.lost:
+            log.error("%s: %d segments are lost, because their records or files are damaged", self.path, store.lost)
         log.info(
             "the disk tier at %s has %d segments after %.1f s: capacity %d MiB, reads %.2f GB/s, writes %.2f GB/s",
             self.path,
@@ -554,10 +633,25 @@ class Device:
     def _room(self, store: DiskStore, full: bool = False) -> int:
         used, free = store.space()
         if full:
-            return used
-        if self._limit is None:
+            return used if store.limit is None else min(store.limit, used)
+        if store.limit is None:
             return used + max(0, int(free * FREE_SHARE) - RESERVE_BYTES)
-        return min(self._limit, used + max(0, free - RESERVE_BYTES))
+        return min(store.limit, used + max(0, free - RESERVE_BYTES))
+
+    def _check(self, files: Files) -> tuple[float, float] | None:
+        """Check the device and measure its bandwidth; None where it has no space for that. Raises OSError and
+        `_SlowCheck`."""
+        nbytes = self._patience.probe_bytes
+        if self._limit is not None:
+            room = max(LEAST_PROBE, self._limit - files_bytes(files))
+            nbytes = min(nbytes, room - room % PROBE_PIECE)
+        try:
+            return _checked(files, self._patience, nbytes)
+        except OSError as error:
+            if not no_space(error):
+                raise
+            log.error("the disk tier at %s is %s", self.path, FULL)
+            return None
 
     def _serve(self, store: DiskStore) -> None:
         """Record what the other threads have written, until the device is set aside or the daemon ends. Raises
@@ -580,7 +674,7 @@ class Device:
                 self._records.clear()
                 full, now = self._full, time.monotonic()
                 self._running[self._keeper.name] = now
-            writes = [each for each in batch if isinstance(each, _Write)]
+            writes = [each for each in batch if isinstance(each, _Write | _Erase)]
             recorded = False
             try:
                 self._record(store, batch, bool(writes))
@@ -590,6 +684,11 @@ class Device:
                     store.sync()
                     unsynced_since = None
                 recorded = True
+            except OSError as error:
+                # Some file systems need space also to write what a file has already.
+                if not no_space(error):
+                    raise
+                full = True
             finally:
                 with self._changed:
                     recorded = recorded and self._store is store
@@ -600,15 +699,15 @@ class Device:
             if ending:
                 return
             if full or now >= next_capacity:
-                next_capacity = now + patience.capacity_s
                 self._tell_capacity(store, full)
+                next_capacity = now + (min(patience.capacity_s, FULL_S) if self._problem else patience.capacity_s)
 
     def _ending(self) -> bool:
-        """True if the daemon ends and no thread reads or writes. Called while the thread of the index does not use the
+        """True if the daemon ends and no thread reads or writes. Called while the thread of the tables does not use the
         files."""
         return self._closing and not self._running
 
-    def _record(self, store: DiskStore, batch: list[_Write | DiskForget | DiskTrim], sync: bool) -> None:
+    def _record(self, store: DiskStore, batch: list[_Write | _Erase | DiskForget | DiskTrim], sync: bool) -> None:
         if sync:
             store.sync_slabs()
         for each in batch:
@@ -616,6 +715,12 @@ class Device:
                 store.trim(each.tenant, each.slot_bytes, each.places)
             elif isinstance(each, DiskForget):
                 store.forget(each.tenant, each.slot_bytes, [place.slot for place in unpack_places(each.places)])
+            elif isinstance(each, _Erase):
+                erase = each.instruction
+                slots = [
+                    place.slot for place, code in zip(each.places, each.codes, strict=True) if code == Code.COMMITTED
+                ]
+                store.forget(erase.tenant, erase.slot_bytes, slots)
             else:
                 order = each.instruction
                 store.stored(order.tenant, order.slot_bytes, list(_places(each)))
@@ -626,12 +731,14 @@ class Device:
             # It waits for the control loop now, and not for the device.
             self._running.pop(self._keeper.name, None)
             self._full = False
-            changed = full or abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
+            changed = full or (self._problem == FULL and room > self._capacity)
+            changed |= abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
+            begins = full and self._problem != FULL
             if changed:
                 self._capacity = room
                 if self._store is store:
                     self._problem = FULL if full else ""
-        if full:
+        if begins:
             log.error("the disk tier at %s is full: its capacity is %d MiB for now", self.path, room >> 20)
         if changed and self._store is store:
             self._around.deliver(self._ready())
@@ -641,8 +748,8 @@ class _SlowCheck(Exception):
     """The check of a device took too long."""
 
 
-def _lose(write: _Write) -> None:
-    """Mark all segments of a write as not written."""
+def _lose(write: _Write | _Erase) -> None:
+    """Mark all segments of a write as not written, or of an erasure as not erased."""
     write.codes[:] = bytes([Code.LOST]) * len(write.codes)
 
 
@@ -655,11 +762,11 @@ def _places(write: _Write) -> Iterator[Place]:
             yield Place(slot, generation, order.shards, write.keys[index], note)
 
 
-def _checked(files: Files, patience: Patience) -> tuple[float, float]:
-    """Check a device and measure its bandwidth, with as many threads as serve it: (read, write) in bytes/s. Raises
-    OSError, and `_SlowCheck` where the check takes longer than an operation may."""
+def _checked(files: Files, patience: Patience, nbytes: int) -> tuple[float, float]:
+    """Check a device with a file of `nbytes` and measure its bandwidth, with as many threads as serve it: (read, write)
+    in bytes/s. Raises OSError, and `_SlowCheck` where the check takes longer than an operation may."""
     began = time.monotonic()
-    rates = measure(files, patience.probe_bytes, PROBE_PIECE, THREADS)
+    rates = measure(files, nbytes, PROBE_PIECE, THREADS)
     took = time.monotonic() - began
     if took > patience.slow_s:
         raise _SlowCheck(f"slow: a check takes {took:.1f} s, more than {patience.slow_s:g} s")

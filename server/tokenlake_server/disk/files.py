@@ -5,6 +5,7 @@ The tests have another implementation, in which a power failure discards all wri
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,13 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["DirectoryFiles", "DirectoryInUse", "File", "Files"]
+__all__ = ["NO_SPACE", "DirectoryFiles", "DirectoryInUse", "File", "Files", "no_space"]
 
 LOCK = "lock"
 """Name of the file that a daemon locks, so that no other process writes to the directory."""
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file system, or of the quota of its user, that has no space left."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def no_space(error: OSError) -> bool:
+    """True for an error that says that there is no space left."""
+    return error.errno in NO_SPACE
 
 
 class DirectoryInUse(Exception):
@@ -112,8 +121,11 @@ class DirectoryFiles:
         except BaseException:
             os.close(fd)
             raise
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        # For people only: on a file system without space the lock is taken all the same.
+        with contextlib.suppress(OSError):
+            own = f"{os.getpid()}\n".encode()
+            os.pwrite(fd, own, 0)
+            os.ftruncate(fd, len(own))
         return fd
 
     def names(self) -> list[str]:

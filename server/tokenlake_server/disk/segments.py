@@ -5,10 +5,11 @@
     0                                4096                                    stride
     | header | tags | sealed | CRC |  the bytes of the segment, padded      |
 
-The header names the key and the generation, so that a read of a place that has another segment meanwhile is a miss. The
-sealed part has the checksums of the shards and the content (`tokenlake.content`), if one is known. A write that was cut
-off leaves a header or bytes that do not fit: the CRC of the header block, or the checksums, differ, and the read is a
-miss.
+The header names the key and the generation, so that a read of a place that has another segment meanwhile is a miss. It
+also has all that a record of the table has (`table`), for one that is damaged; that of a segment that was erased has
+zeros. The sealed part has the checksums of the shards and the content (`tokenlake.content`), if one is known. A write
+that was cut off leaves a header or bytes that do not fit: the CRC of the header block, or the checksums, differ, and
+the read is a miss.
 
 With encryption the sealed part and the segment, in chunks, are encrypted with AES-256-GCM (`encryption`). The tag of
 the sealed part also covers the header; those of the chunks are behind the header.
@@ -20,22 +21,22 @@ import mmap
 import os
 import struct
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from tokenlake.disk.places import ALIGNMENT, HEADER_BYTES
+from tokenlake.disk.places import ALIGNMENT, HEADER_BYTES, NOTE_BYTES
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake_server.disk.encryption import NO_KEY, SALT_BYTES, TAG_BYTES, DiskKeys, nonce
 from tokenlake_server.disk.files import File
 
-__all__ = ["Mismatch", "SegmentIO", "Stored", "StoredSegment", "aligned_memory"]
+__all__ = ["Header", "Mismatch", "SegmentIO", "Stored", "StoredSegment", "aligned_memory"]
 
-_MAGIC = b"tlplace1"
-_FIXED = struct.Struct("<8sIIIHHQ32s32sI")
-"""Magic, number of the key, slot, generation, shards, chunks, slot_bytes, key, salt, bytes of the sealed part."""
+_MAGIC = b"tlplace2"
+_FIXED = struct.Struct(f"<8sIIIHHQ32s32s{NOTE_BYTES}sI")
+"""Magic, number of the key, slot, generation, shards, chunks, slot_bytes, key, salt, note, bytes of the sealed part."""
 _CRC = struct.Struct("<I")
 CHUNK_BYTES = 1 << 20
 """Least bytes of a chunk, which has a tag of its own."""
@@ -64,6 +65,20 @@ class Stored(NamedTuple):
     """8 bytes per shard."""
     content: bytes
     """The encoded content; empty where none was known, or it did not fit."""
+    note: bytes = bytes(NOTE_BYTES)
+    """The note of the rules when the segment was written."""
+
+
+class Header(NamedTuple):
+    """The parts of a header from which a record is restored."""
+
+    encryption: int
+    slot: int
+    generation: int
+    shards: int
+    slot_bytes: int
+    key: bytes
+    note: bytes
 
 
 def aligned_memory(nbytes: int) -> memoryview:
@@ -122,6 +137,29 @@ class SegmentIO:
         _require_checksums(segment, where.shards, stored.checksums)
         return stored
 
+    def erase(self, file: File, at: int) -> None:
+        """Let the place that begins at the offset `at` have no segment. Raises OSError."""
+        self._header[:] = bytes(HEADER_BYTES)
+        file.write(at, [self._header])
+
+    def header(self, file: File, at: int) -> Header | None:
+        """The header of the place that begins at the offset `at`; None where its segment was erased, or there was none.
+        Raises `Mismatch` for a damaged one, and OSError."""
+        if file.read(at, [self._header]) < HEADER_BYTES:
+            raise Mismatch("the slab ends before the segment")
+        if not any(self._header):
+            return None
+        number, slot, generation, shards, _, slot_bytes, key, _, note, _ = self._fixed()
+        return Header(number, slot, generation, shards, slot_bytes, key, note)
+
+    def _fixed(self) -> tuple[Any, ...]:
+        """The fixed part of the header without its magic. Raises `Mismatch` where the header is damaged."""
+        magic, *fixed = _FIXED.unpack_from(self._header)
+        block = self._header[: -_CRC.size]
+        if magic != _MAGIC or _CRC.unpack(self._header[-_CRC.size :])[0] != zlib.crc32(block):
+            raise Mismatch("the place has no whole header")
+        return tuple(fixed)
+
     def _read_chunks(
         self, file: File, at: int, where: StoredSegment, segment: memoryview, cipher: AESGCM | None, tags: memoryview
     ) -> None:
@@ -166,6 +204,7 @@ class SegmentIO:
             where.slot_bytes,
             where.key,
             salt,
+            stored.note,
             length,
         )
         if cipher is not None:
@@ -177,9 +216,7 @@ class SegmentIO:
         """Check the header against `where`. Returns its sealed part, the cipher of the place, and the tags of its
         chunks. Raises `Mismatch`."""
         block = self._header[: -_CRC.size]
-        magic, number, slot, generation, shards, chunks, slot_bytes, key, salt, length = _FIXED.unpack_from(block)
-        if magic != _MAGIC or _CRC.unpack(self._header[-_CRC.size :])[0] != zlib.crc32(block):
-            raise Mismatch("the place has no whole header")
+        number, slot, generation, shards, chunks, slot_bytes, key, salt, note, length = self._fixed()
         found = StoredSegment(where.tenant, slot_bytes, shards, key, slot, generation)
         if found != where:
             raise Mismatch("the place has another segment, or another generation of it")
@@ -194,7 +231,7 @@ class SegmentIO:
             except InvalidTag:
                 raise Mismatch("the header has other bytes than were encrypted") from None
         split = shards * CHECKSUM_BYTES
-        return Stored(sealed[:split], sealed[split:]), cipher, tags
+        return Stored(sealed[:split], sealed[split:], note), cipher, tags
 
     def _chunk_room(self, size: int) -> memoryview:
         need = size + ALIGNMENT

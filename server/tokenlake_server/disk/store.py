@@ -1,16 +1,18 @@
-"""One device of the disk tier, open: its slabs and its index.
+"""One device of the disk tier, open: its slabs and their tables.
 
 The directory has these files, all with mode 0600::
 
-    tokenlake-disk.json   version of the format, cluster, node; whether segments are encrypted
-    log-N, snapshot-N     the index (`index`)
+    tokenlake-disk.json   version of the format, cluster, node; whether segments are encrypted (two equal copies)
     slab-N                the places of one tenant and slot size (`segments`)
+    table-N               the records of these places (`table`)
+    orders                orders of operators (`tokenlake_server.standing_orders`)
     lock                  locked by the daemon that uses the directory
     aside-K-...           files of another version or cluster, which no daemon uses
 
-A segment is stored in this order: its bytes are written, the slab is synced, the record is appended to the index, the
-index is synced. So the bytes of each segment in the index were on the device. Each read verifies that a later segment
-has not replaced them.
+A segment is stored in this order: its bytes are written, the slab is synced, its record is written, the table is
+synced. So the bytes of each segment with a record were on the device. Each read verifies that a later segment has not
+replaced them. A segment that must never be found again is erased in this order: its header is written with zeros, the
+slab is synced, then the record. Neither needs space that the files do not have.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import logging
 import re
 import threading
 import uuid
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,15 +30,31 @@ import msgspec
 import numpy as np
 
 from tokenlake.core.events import MAX_FOUND
-from tokenlake.disk.places import NOTE_BYTES, stride
-from tokenlake.keys import KEY_BYTES
+from tokenlake.disk.places import RECORD_BYTES, slab_bytes, stride
+from tokenlake.wire.slots import split_keys
 from tokenlake_server.disk.encryption import DiskKeys
-from tokenlake_server.disk.files import File, Files
-from tokenlake_server.disk.index import RECORD, Index, Kind, Records, is_index_name, live_records, read_index
-from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment
+from tokenlake_server.disk.files import NO_SPACE, File, Files
+from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
+from tokenlake_server.disk.table import (
+    BLOCK_BYTES,
+    RECORD,
+    STORED,
+    Records,
+    Scanned,
+    Slab,
+    pack_slab,
+    read_slab,
+    read_sound,
+    scan,
+    seal,
+    table_bytes,
+    write_records,
+)
+from tokenlake_server.standing_orders import FILE, Drop
 
 __all__ = [
     "FORMAT",
+    "OWN_BYTES",
     "DiskStore",
     "Found",
     "Identity",
@@ -44,6 +63,8 @@ __all__ = [
     "SurveyedSlab",
     "WrongKeys",
     "aside_names",
+    "files_bytes",
+    "orders_names",
     "own_names",
     "read_identity",
     "survey",
@@ -51,14 +72,22 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of the format of all files in the directory."""
 IDENTITY = "tokenlake-disk.json"
 _FRESH_IDENTITY = "tokenlake-disk.new"
 _SLAB = re.compile(r"slab-([0-9]{5})")
+_TABLE = re.compile(r"table-([0-9]{5})")
+_EARLIER = re.compile(r"(log|snapshot)-([0-9]{8})|snapshot\.new")
+"""Files of the index of format 1."""
 _ASIDE = re.compile(r"aside-([0-9]+)-(.+)")
-_TENANT_BYTES = KEY_BYTES + NOTE_BYTES
 GROWTH_BYTES = 64 << 20
+"""A slab grows by so many bytes at a time where the device has room."""
+GROWTH_PARTS = 64
+"""It grows by at most this part of the bytes that the device may take."""
+OWN_BYTES = 4 << 20
+"""Bytes that are taken beside slabs and tables, at most: the orders, the identity, and the file of a check."""
+MAX_SLABS = 1 << 16
 
 
 class WrongKeys(Exception):
@@ -78,16 +107,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool = False
 
 
-class Slab(NamedTuple):
-    """A slab: its number on the device, and the segments that it has places for."""
-
-    number: int
-    tenant: str
-    slot_bytes: int
-
-
 class Place(NamedTuple):
-    """One entry of a batch: the place of a segment, and the facts about the segment that the index keeps."""
+    """One entry of a batch: the place of a segment, and the facts about the segment that the table keeps."""
 
     slot: int
     generation: int
@@ -97,7 +118,7 @@ class Place(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Segments of one slab that were in the index, at most `MAX_FOUND`."""
+    """Segments of one slab that have records, at most `MAX_FOUND`."""
 
     slab: Slab
     shards: int
@@ -108,25 +129,64 @@ class Found(NamedTuple):
 
 
 def read_identity(files: Files) -> Identity | None:
-    """The identity of a directory; None where it has none, or a damaged one. Raises OSError."""
+    """The identity of a directory; None where it has none, or one with two damaged copies. Raises OSError."""
     if IDENTITY not in files.names():
         return None
-    file = files.open(IDENTITY)
+    data = _content(files, IDENTITY)
+    for copy in (data[:BLOCK_BYTES], data[BLOCK_BYTES:]):
+        body, _, rest = copy.rstrip(b"\0").partition(b"\n")
+        if rest == f"{zlib.crc32(body):08x}\n".encode():
+            return _decoded(body)
+    # Another format has no copies.
+    found = _decoded(data)
+    return found if found is not None and found.format != FORMAT else None
+
+
+def _decoded(data: bytes) -> Identity | None:
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(data, type=Identity)
+    return None
+
+
+def pack_identity(identity: Identity) -> bytes:
+    """The content of the file with an identity."""
+    body = msgspec.json.encode(identity)
+    copy = body + f"\n{zlib.crc32(body):08x}\n".encode()
+    return copy.ljust(BLOCK_BYTES, b"\0") * 2
+
+
+def _content(files: Files, name: str) -> bytes:
+    file = files.open(name)
     try:
         data = bytearray(file.size())
-        file.read(0, [memoryview(data)])
+        count = read_sound(file, 0, memoryview(data))
     finally:
         file.close()
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(bytes(data), type=Identity)
-    return None
+    return bytes(data[:count])
 
 
 def own_names(files: Files) -> list[str]:
     """The names of the files of the tier that are in use, the identity last: a crash while they are renamed or removed
-    one after the other leaves a directory that is treated in the same way again."""
-    names = [name for name in files.names() if name == _FRESH_IDENTITY or is_index_name(name) or _SLAB.fullmatch(name)]
-    return sorted(names) + [name for name in files.names() if name == IDENTITY]
+    one after the other leaves a directory that is treated in the same way again. Without the orders."""
+    patterns = (_SLAB, _TABLE, _EARLIER)
+    names = files.names()
+    own = [name for name in names if name == _FRESH_IDENTITY or any(each.fullmatch(name) for each in patterns)]
+    return sorted(own) + [name for name in names if name == IDENTITY]
+
+
+def orders_names(files: Files) -> list[str]:
+    """The names of the files with orders of operators."""
+    return [name for name in files.names() if name == FILE]
+
+
+def files_bytes(files: Files) -> int:
+    """Bytes of all files of the tier, of those kept aside, and of the orders. Raises OSError."""
+    nbytes = 0
+    for name in own_names(files) + aside_names(files) + orders_names(files):
+        file = files.open(name)
+        nbytes += file.size()
+        file.close()
+    return nbytes
 
 
 def aside_names(files: Files) -> list[str]:
@@ -135,7 +195,7 @@ def aside_names(files: Files) -> list[str]:
 
 
 class SurveyedSlab(NamedTuple):
-    """A slab as the index has it."""
+    """A slab as its table has it."""
 
     slab: Slab
     name: str
@@ -144,54 +204,100 @@ class SurveyedSlab(NamedTuple):
 
 
 def survey(files: Files) -> list[SurveyedSlab]:
-    """The slabs in the index of a directory; changes nothing. Raises OSError."""
-    live = live_records(read_index(files)[0])
-    return [
-        SurveyedSlab(slab, _slab_name(slab.number), live.stored[live.stored["slab"] == slab.number])
-        for slab in map(slab_of, live.slabs)
-    ]
+    """The slabs of a directory, with their sound records; changes nothing. Raises OSError."""
+    found = []
+    for number in _numbers(files):
+        name, table = _slab_name(number), _table_name(number)
+        names = files.names()
+        blocks = [_content(files, table)[:BLOCK_BYTES]] if table in names else []
+        if name in names:
+            file = files.open(name)
+            try:
+                block = bytearray(BLOCK_BYTES)
+                file.read(0, [memoryview(block)])
+                blocks.append(bytes(block))
+            finally:
+                file.close()
+        slab = next((each for each in (read_slab(number, block) for block in blocks) if each is not None), None)
+        if slab is None or table not in names:
+            continue
+        file = files.open(table)
+        try:
+            places = max(0, file.size() - BLOCK_BYTES) // RECORD_BYTES
+            found.append(SurveyedSlab(slab, name, scan(file, places).stored))
+        finally:
+            file.close()
+    return found
+
+
+def _numbers(files: Files) -> list[int]:
+    matches = [_SLAB.fullmatch(name) or _TABLE.fullmatch(name) for name in files.names()]
+    return sorted({int(match[1]) for match in matches if match is not None})
 
 
 class _OpenSlab:
-    """A slab, its file, and the bytes that were allocated for it."""
+    """A slab and its table, and the bytes that were allocated for it."""
 
-    def __init__(self, slab: Slab, file: File) -> None:
+    def __init__(self, slab: Slab, file: File, table: File) -> None:
         self.slab = slab
         self.file = file
+        self.table = table
         self.bytes = file.size()
-        self.dirty = False
+        self.stride = stride(slab.slot_bytes)
+        self.dirty = self.table_dirty = False
         """True while bytes were written that are not synced."""
+
+    @property
+    def places(self) -> int:
+        """Number of places that the file has."""
+        return max(0, self.bytes - BLOCK_BYTES) // self.stride
+
+    def at(self, slot: int) -> int:
+        """Offset of a place."""
+        return BLOCK_BYTES + slot * self.stride
+
+    def close(self) -> None:
+        self.file.close()
+        self.table.close()
 
 
 class DiskStore:
-    """The files of one device in use. `write` and `read` may be called from several threads, each with its own
+    """The files of one device in use. `write`, `erase` and `read` may be called from several threads, each with its own
     `SegmentIO`; `slab_bytes`, `will_write` and `will_trim` on the control loop: they never block and raise nothing; the
-    other methods from one thread at a time. All raise OSError, after which the device is to be closed and opened
-    anew."""
+    other methods from one thread at a time. All raise OSError. After one other than `NO_SPACE` in a method that changes
+    records the device is to be closed and opened anew."""
 
-    def __init__(self, files: Files, index: Index | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
-        """`files`: closed by `close`. `open` comes before everything else. `growth_bytes`: a slab grows by so many
-        bytes at a time, or by a place if that is more."""
+    def __init__(self, files: Files, limit: int | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
+        """`files`: closed by `close`. `open` comes before everything else. `limit`: the most bytes of all slabs and
+        tables, and of files that are kept aside. `growth_bytes`: a slab grows by so many bytes at a time, or by a place
+        if that is more, where the limit allows it."""
         self._files = files
-        self._index = index or Index(files)
-        self._growth_bytes = growth_bytes
+        self.limit = limit
+        """The most bytes of all slabs and tables; None: no limit."""
+        self._growth_bytes = growth_bytes if limit is None else min(growth_bytes, limit // GROWTH_PARTS)
         self._slabs: dict[tuple[str, int], _OpenSlab] = {}
         self._lock = threading.Lock()
         """Guards `_slabs` and the size of slabs. It is held while the file system makes or resizes a slab."""
         self._ends: dict[tuple[str, int], int] = {}
-        """Number of places that each slab is to keep at least, by the orders so far. Changed on the control loop."""
-        self._new_slabs: list[Slab] = []
-        """Slabs whose record is not in the index yet."""
+        """Number of places that each slab is to keep at least, by the orders so far."""
+        self._ends_lock = threading.Lock()
+        """Guards `_ends`. It is held for no operation on files, so that the control loop may take it."""
         self._names_changed = False
         self.keys = DiskKeys()
         self.aside = ""
         """The reason why `open` kept the former files of the directory aside; empty if it used them."""
         self.unreadable = 0
-        """Segments in the index at `open` whose key of the setting `disk_keys` is missing."""
+        """Segments with a record at `open` whose key of the setting `disk_keys` is missing."""
+        self.restored = 0
+        """Segments whose record was damaged, and which were found by the header of their place; counted by the iterator
+        of `open`."""
+        self.lost = 0
+        """Segments whose record or file was damaged, and which were not found; counted by `open` and its iterator."""
 
-    def open(self, cluster: str, node: str, keys: DiskKeys) -> Iterator[Found]:
-        """Read the index and begin to use the directory. Files of another version or cluster are renamed first. Returns
-        the segments that can be read. Raises `WrongKeys`."""
+    def open(self, cluster: str, node: str, keys: DiskKeys, drops: Sequence[Drop] = ()) -> Iterator[Found]:
+        """Begin to use the directory. Files of another version or cluster are renamed first. `drops`: segments that are
+        removed before anything is found. Returns the segments that can be read; those with a damaged record come last.
+        Raises `WrongKeys`."""
         self.keys = keys
         names = own_names(self._files)
         identity = read_identity(self._files)
@@ -199,6 +305,8 @@ class DiskStore:
         if reason:
             self._keep_aside(names, reason)
             identity = None
+        if self.limit is not None:
+            self.limit = max(0, self.limit - self.aside_bytes())
         if identity is not None and identity.encrypted and not keys.current:
             raise WrongKeys("its segments are encrypted, and the setting 'disk_keys' is empty")
         if identity is not None and keys.current and not identity.encrypted:
@@ -218,15 +326,19 @@ class DiskStore:
                     format=FORMAT, cluster=cluster, node=node, device=uuid.uuid4().hex, encrypted=bool(keys.current)
                 )
             )
-        live = self._index.recover()
-        self._open_slabs(live.slabs)
-        stored = live.stored
-        readable = np.isin(
-            stored["encryption"], [number for number in np.unique(stored["encryption"]) if number in keys]
-        )
-        readable &= np.isin(stored["slab"], [each.slab.number for each in self._slabs.values()])
-        self.unreadable = len(stored) - int(readable.sum())
-        return self._found(stored[readable])
+        elif _content(self._files, IDENTITY) != pack_identity(identity):
+            log.warning("one of the two copies of %s was damaged, and is written anew", IDENTITY)
+            file = self._files.open(IDENTITY)
+            try:
+                file.write(0, [pack_identity(identity)])
+                file.sync()
+            finally:
+                file.close()
+        self._open_slabs()
+        scanned = {each.slab.number: self._scanned(each) for each in self._slabs.values()}
+        for drop in drops:
+            self._drop(drop, scanned)
+        return self._found(scanned)
 
     def _keep_aside(self, names: Sequence[str], reason: str) -> None:
         matches = map(_ASIDE.fullmatch, aside_names(self._files))
@@ -241,63 +353,192 @@ class DiskStore:
             self._files.remove(_FRESH_IDENTITY)
         file = self._files.open(_FRESH_IDENTITY, create=True)
         try:
-            file.write(0, [msgspec.json.encode(identity)])
+            file.write(0, [pack_identity(identity)])
             file.sync()
         finally:
             file.close()
         self._files.rename(_FRESH_IDENTITY, IDENTITY)
         self._files.sync_names()
 
-    def _open_slabs(self, records: Records) -> None:
-        names = set(self._files.names())
-        for slab in map(slab_of, records):
-            name = _slab_name(slab.number)
-            if name in names:
-                self._slabs[slab.tenant, slab.slot_bytes] = _OpenSlab(slab, self._files.open(name, direct=True))
-                names.remove(name)
-        # A slab without a record was made shortly before a crash: it has no segments.
-        for name in names:
-            if _SLAB.fullmatch(name):
-                self._files.remove(name)
+    def _open_slabs(self) -> None:
+        for number in _numbers(self._files):
+            self._open_slab(number)
 
-    def _found(self, stored: Records) -> Iterator[Found]:
+    def _open_slab(self, number: int) -> None:
+        names = self._files.names()
+        paths = _slab_name(number), _table_name(number)
+        files: list[File] = []
+        if paths[0] not in names:
+            files.append(self._files.open(paths[1]))
+            self.lost += self._records_of(files[0])
+            self._remove(number, files)
+            return
+        try:
+            for path in paths:
+                files.append(self._files.open(path, create=path not in names, direct=path == paths[0]))
+            file, table = files
+            blocks = [aligned_memory(BLOCK_BYTES) for _ in files]
+            sizes = [read_sound(each, 0, block) for each, block in zip(files, blocks, strict=True)]
+            found = [read_slab(number, block[:size]) for block, size in zip(blocks, sizes, strict=True)]
+            slab = found[0] or found[1]
+            if slab is None or (slab.tenant, slab.slot_bytes) in self._slabs:
+                # Without its identity a slab is of no tenant. One that was made shortly before a crash has no segments.
+                self.lost += self._records_of(table)
+                self._remove(number, files)
+                return
+            opened = self._slabs[slab.tenant, slab.slot_bytes] = _OpenSlab(slab, file, table)
+            self._ends[slab.tenant, slab.slot_bytes] = opened.places
+        except BaseException:
+            for each in files:
+                each.close()
+            raise
+        for each, block in zip(files, found, strict=True):
+            if block != slab:
+                log.warning("the identity of slab %d was damaged, and is written anew", number)
+                _write_block(each, slab)
+                each.sync()
+        # The records of a process that was killed may be in the kernel's cache only.
+        table.sync()
+        missing = table_bytes(opened.places) - table.size()
+        if missing > 0:
+            # Until they are restored, the records that are missing count as damaged, so the table stays as it is.
+            log.warning("the table of slab %d lacks %d bytes: its segments are searched in the slab", number, missing)
+
+    def _records_of(self, table: File) -> int:
+        return len(scan(table, max(0, table.size() - BLOCK_BYTES) // RECORD_BYTES).stored)
+
+    def _scanned(self, slab: _OpenSlab) -> Scanned:
+        """The records of a slab. Segments whose place is behind its end, because it was cut off, are lost."""
+        in_table = max(0, slab.table.size() - BLOCK_BYTES) // RECORD_BYTES
+        stored, damaged = scan(slab.table, max(in_table, slab.places))
+        inside = stored["slot"] < slab.places
+        self.lost += len(stored) - int(inside.sum())
+        return Scanned(stored[inside], [slot for slot in damaged if slot < slab.places])
+
+    def _remove(self, number: int, files: Sequence[File]) -> None:
+        for file in files:
+            file.close()
+        names = self._files.names()
+        for name in (_table_name(number), _slab_name(number)):
+            if name in names:
+                self._files.remove(name)
+        self._names_changed = True
+
+    def _remove_slab(self, slab: _OpenSlab) -> None:
+        self._slabs.pop((slab.slab.tenant, slab.slab.slot_bytes))
+        self._remove(slab.slab.number, [slab.file, slab.table])
+
+    def _drop(self, drop: Drop, scanned: dict[int, Scanned]) -> None:
+        """Remove segments for good."""
+        keys = set(split_keys(drop.keys))
+        segment_io = SegmentIO(self.keys)
         for each in list(self._slabs.values()):
-            of_slab = stored[stored["slab"] == each.slab.number]
-            for shards in np.unique(of_slab["shards"]).tolist():
-                same = of_slab[of_slab["shards"] == shards]
-                for at in range(0, len(same), MAX_FOUND):
-                    part = same[at : at + MAX_FOUND]
-                    places = np.stack([part["slot"], part["generation"]], axis=1).astype("<u4")
-                    yield Found(each.slab, shards, part["key"].tobytes(), places.tobytes(), part["note"].tobytes())
+            if not drop.covers(each.slab.tenant, each.slab.slot_bytes):
+                continue
+            if not keys:
+                self._ends.pop((each.slab.tenant, each.slab.slot_bytes), None)
+                self._remove_slab(each)
+                del scanned[each.slab.number]
+                continue
+            stored, damaged = scanned[each.slab.number]
+            dropped = np.isin(stored["key"], np.array([np.void(key) for key in keys], RECORD["key"]))
+            slots = stored["slot"][dropped].tolist()
+            for slot in damaged:
+                with contextlib.suppress(Mismatch):
+                    header = segment_io.header(each.file, each.at(slot))
+                    if header is not None and header.key in keys:
+                        slots.append(slot)
+            for slot in slots:
+                segment_io.erase(each.file, each.at(slot))
+            each.file.sync()
+            self._records(each, slots, None)
+            each.table.sync()
+            gone = set(slots)
+            scanned[each.slab.number] = Scanned(stored[~dropped], [slot for slot in damaged if slot not in gone])
+        self._files.sync_names()
+
+    def _found(self, scanned: dict[int, Scanned]) -> Iterator[Found]:
+        slabs = [(each, scanned[each.slab.number]) for each in self._slabs.values()]
+        empty = {each.slab.number: each for each, _ in slabs}
+        for each, (stored, _) in slabs:
+            yield from self._parts(each, stored, empty)
+        for each, (_, damaged) in slabs:
+            for at in range(0, len(damaged), MAX_FOUND):
+                yield from self._parts(each, self._restore(each, damaged[at : at + MAX_FOUND]), empty)
+        for each in empty.values():
+            # The rules do not know of it, so they could not give its bytes to another slab.
+            self._ends.pop((each.slab.tenant, each.slab.slot_bytes), None)
+            self._remove_slab(each)
+
+    def _parts(self, slab: _OpenSlab, stored: Records, empty: dict[int, _OpenSlab]) -> Iterator[Found]:
+        """The readable segments of a slab, which has one then."""
+        numbers = [number for number in np.unique(stored["encryption"]).tolist() if number in self.keys]
+        readable = stored[np.isin(stored["encryption"], numbers)]
+        self.unreadable += len(stored) - len(readable)
+        if len(readable):
+            empty.pop(slab.slab.number, None)
+        for shards in np.unique(readable["shards"]).tolist():
+            same = readable[readable["shards"] == shards]
+            for at in range(0, len(same), MAX_FOUND):
+                part = same[at : at + MAX_FOUND]
+                places = np.stack([part["slot"], part["generation"]], axis=1).astype("<u4")
+                yield Found(slab.slab, shards, part["key"].tobytes(), places.tobytes(), part["note"].tobytes())
+
+    def _restore(self, slab: _OpenSlab, damaged: list[int]) -> Records:
+        """Write the records of places anew, from their headers."""
+        segment_io = SegmentIO(self.keys)
+        records = np.zeros(len(damaged), RECORD)
+        whole = np.zeros(len(damaged), np.bool_)
+        for at, slot in enumerate(damaged):
+            try:
+                header = segment_io.header(slab.file, slab.at(slot))
+            except (Mismatch, OSError):
+                self.lost += 1
+                continue
+            if header is None:
+                continue
+            if (header.slot, header.slot_bytes) != (slot, slab.slab.slot_bytes):
+                self.lost += 1
+                continue
+            whole[at] = True
+            record = records[at]
+            record["kind"], record["shards"], record["slot"] = STORED, header.shards, slot
+            record["generation"], record["encryption"] = header.generation, header.encryption
+            record["key"], record["note"] = np.void(header.key), np.void(header.note)
+        seal(records)
+        records[~whole] = np.zeros(1, RECORD)[0]
+        self.restored += int(whole.sum())
+        try:
+            self._records(slab, damaged, records)
+            slab.table.sync()
+        except OSError as error:
+            # The segments are there all the same; the next start looks at their headers again.
+            log.warning("records of slab %d cannot be written anew: %s", slab.slab.number, error.strerror)
+        return records[whole]
 
     # -- orders
 
     def will_write(self, tenant: str, slot_bytes: int, places: int) -> None:
         """A write to some of the first `places` places of a slab is ordered: a trim that was ordered before and is
         still to be carried out keeps these."""
-        self._ends[tenant, slot_bytes] = max(places, self._ends.get((tenant, slot_bytes), 0))
+        with self._ends_lock:
+            self._ends[tenant, slot_bytes] = max(places, self._ends.get((tenant, slot_bytes), 0))
 
     def will_trim(self, tenant: str, slot_bytes: int, places: int) -> None:
         """A `trim` is ordered; no write behind the first `places` places is under way."""
-        self._ends[tenant, slot_bytes] = places
+        with self._ends_lock:
+            self._ends[tenant, slot_bytes] = places
 
     # -- segments
 
     def write(self, segment_io: SegmentIO, where: StoredSegment, segment: memoryview, stored: Stored) -> None:
-        """Write a segment to its place; the slab is made or grows where needed. Raises OSError, with ENOSPC where the
-        device has no space for the place."""
-        size = stride(where.slot_bytes)
-        slab = self._slab(where.tenant, where.slot_bytes)
-        end = (where.slot + 1) * size
+        """Write a segment to its place; the slab is made or grows where needed. Raises OSError, with one of `NO_SPACE`
+        where the device has no space for the place."""
         with self._lock:
-            if end > slab.bytes:
-                growth = max(self._growth_bytes // size, 1) * size
-                try:
-                    slab.file.allocate(end + -end % growth)
-                except OSError:
-                    slab.file.allocate(end)
-                slab.bytes = slab.file.size()
-        segment_io.write(slab.file, where.slot * size, where, segment, stored)
+            slab = self._slab(where.tenant, where.slot_bytes)
+            if where.slot >= slab.places:
+                self._grow(slab, where.slot + 1)
+        segment_io.write(slab.file, slab.at(where.slot), where, segment, stored)
         # Behind the write: a sync that begins before its end does not count for it.
         slab.dirty = True
 
@@ -306,34 +547,103 @@ class DiskStore:
         slab = self._slabs.get((where.tenant, where.slot_bytes))
         if slab is None:
             raise Mismatch("there is no slab of this tenant and slot size")
-        return segment_io.read(slab.file, where.slot * stride(where.slot_bytes), where, segment)
+        return segment_io.read(slab.file, slab.at(where.slot), where, segment)
+
+    def erase(self, segment_io: SegmentIO, where: StoredSegment) -> None:
+        """Overwrite the header of a place; `sync_slabs` and `forget` follow."""
+        slab = self._slabs.get((where.tenant, where.slot_bytes))
+        if slab is not None and where.slot < slab.places:
+            segment_io.erase(slab.file, slab.at(where.slot))
+            slab.dirty = True
 
     def _slab(self, tenant: str, slot_bytes: int) -> _OpenSlab:
-        with self._lock:
-            slab = self._slabs.get((tenant, slot_bytes))
-            if slab is None:
-                taken = {each.slab.number for each in self._slabs.values()}
-                number = next(number for number in range(1 << 16) if number not in taken)
-                fresh = Slab(number, tenant, slot_bytes)
-                file = self._files.open(_slab_name(number), create=True, direct=True)
-                slab = self._slabs[tenant, slot_bytes] = _OpenSlab(fresh, file)
-                self._new_slabs.append(fresh)
-                self._names_changed = True
+        slab = self._slabs.get((tenant, slot_bytes))
+        if slab is not None:
             return slab
+        taken = {each.slab.number for each in self._slabs.values()}
+        number = next((number for number in range(MAX_SLABS) if number not in taken), None)
+        if number is None:
+            raise OSError(NO_SPACE[0], "the device has too many slabs")
+        fresh = Slab(number, tenant, slot_bytes)
+        files: list[File] = []
+        try:
+            for name in (_slab_name(number), _table_name(number)):
+                files.append(self._files.open(name, create=True, direct=not files))
+                _write_block(files[-1], fresh)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._remove(number, files)
+            raise
+        self._names_changed = True
+        slab = self._slabs[tenant, slot_bytes] = _OpenSlab(fresh, *files)
+        slab.dirty = slab.table_dirty = True
+        return slab
+
+    def _grow(self, slab: _OpenSlab, places: int) -> None:
+        """Give a slab at least so many places; called with the lock."""
+        step = max(self._growth_bytes // slab.stride, 1)
+        wanted = places + -places % step
+        if self.limit is not None and self._bytes(slab, wanted) > self.limit:
+            self._give_back(slab)
+            while wanted > places and self._bytes(slab, wanted) > self.limit:
+                wanted = places
+            if self._bytes(slab, wanted) > self.limit:
+                raise OSError(NO_SPACE[0], "the slabs take all bytes that the device may take")
+        try:
+            self._resize(slab, wanted)
+        except OSError:
+            self._resize(slab, places)
+
+    def _bytes(self, slab: _OpenSlab, places: int) -> int:
+        """Bytes of all slabs and tables if one of them had so many places."""
+        others = sum(each.bytes + table_bytes(each.places) for each in self._slabs.values() if each is not slab)
+        return others + slab.at(places) + table_bytes(places)
+
+    def _resize(self, slab: _OpenSlab, places: int) -> None:
+        # The table first: a slab without its records would have to be searched after a crash.
+        size, end = slab.table.size(), table_bytes(places)
+        if size < end:
+            slab.table.write(size, [bytes(end - size)])
+            slab.table_dirty = True
+        slab.file.allocate(slab.at(places))
+        slab.bytes = slab.file.size()
+
+    def _give_back(self, growing: _OpenSlab) -> None:
+        """Cut all slabs off behind the places that orders need; called with the lock."""
+        for name, each in self._slabs.items():
+            if each is not growing:
+                self._cut(each, self._ends.get(name, 0))
+
+    def _cut(self, slab: _OpenSlab, places: int) -> None:
+        if places < slab.places:
+            # The table first, so that no record is for a place that is missing.
+            slab.table.truncate(table_bytes(places))
+            slab.file.truncate(slab.at(places))
+            slab.bytes = slab.file.size()
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes that are allocated for all slabs."""
+        """Bytes that are allocated for all slabs and their tables."""
         # Not under the lock, which is held for as long as a device that hangs does not answer.
-        return sum(each.bytes for each in list(self._slabs.values()))
+        return sum(each.bytes + table_bytes(each.places) for each in list(self._slabs.values()))
 
     def space(self) -> tuple[int, int]:
-        """Returns (bytes that are allocated for all slabs, bytes that the file system has left), both while no slab
+        """Returns (bytes of all slabs as the rules count them, bytes that the file system has left), both while no slab
         changes its size."""
         with self._lock:
-            return self.slab_bytes, self._files.free_bytes()
+            counted = sum(slab_bytes(each.slab.slot_bytes, each.places) for each in self._slabs.values())
+            return counted, self._files.free_bytes()
 
-    # -- the index
+    def aside_bytes(self) -> int:
+        """Bytes of the files that were kept aside."""
+        nbytes = 0
+        for name in aside_names(self._files):
+            file = self._files.open(name)
+            nbytes += file.size()
+            file.close()
+        return nbytes
+
+    # -- records
 
     def sync_slabs(self) -> None:
         """Return when all segments that were written before are on the device."""
@@ -349,78 +659,75 @@ class DiskStore:
 
     def stored(self, tenant: str, slot_bytes: int, places: Sequence[Place]) -> None:
         """Record segments that were written, and synced by `sync_slabs`. The record is on the device after `sync`."""
-        self._record_new_slabs()
         records = np.zeros(len(places), RECORD)
-        records["kind"] = Kind.STORED
-        records["slab"] = self._slabs[tenant, slot_bytes].slab.number
+        records["kind"] = STORED
         records["encryption"] = self.keys.current
         for field in ("slot", "generation", "shards"):
             records[field] = [getattr(place, field) for place in places]
         records["key"] = np.frombuffer(b"".join(place.key for place in places), RECORD["key"])
         records["note"] = np.frombuffer(b"".join(place.note for place in places), RECORD["note"])
-        self._index.append(records)
+        self._records(self._slabs[tenant, slot_bytes], [place.slot for place in places], seal(records))
 
     def forget(self, tenant: str, slot_bytes: int, slots: Sequence[int]) -> None:
         """Record that places have no segment any more. The record is on the device after `sync`."""
         slab = self._slabs.get((tenant, slot_bytes))
-        if slab is not None and slots:
-            records = np.zeros(len(slots), RECORD)
-            records["kind"], records["slab"], records["slot"] = Kind.FORGOTTEN, slab.slab.number, slots
-            self._index.append(records)
+        if slab is not None:
+            self._records(slab, list(slots), None)
+
+    def _records(self, slab: _OpenSlab, slots: list[int], records: Records | None) -> None:
+        """Write the records of some places, but for those behind the end of the slab."""
+        inside = [at for at, slot in enumerate(slots) if slot < slab.places]
+        if inside:
+            kept = records[inside] if records is not None else None
+            write_records(slab.table, [slots[at] for at in inside], kept)
+            slab.table_dirty = True
 
     def trim(self, tenant: str, slot_bytes: int, places: int) -> None:
-        """Void all segments behind the first `places` places of a slab that were recorded before, and cut the slab off
-        there, or behind the writes that were ordered since `will_trim`."""
-        slab = self._slabs.get((tenant, slot_bytes))
-        if slab is None:
-            return
-        record = np.zeros(1, RECORD)
-        record["kind"], record["slab"], record["slot"] = Kind.TRIMMED, slab.slab.number, places
-        self._index.append(record)
-        self._index.sync()
+        """Cut a slab off behind its first `places` places, whose segments are void, or behind the writes that were
+        ordered since `will_trim`. A slab without places is removed."""
         with self._lock:
+            slab = self._slabs.get((tenant, slot_bytes))
+            if slab is None:
+                return
             # Read under the lock: a write that is ordered later takes the lock later, and lets the slab grow again.
-            kept = max(places, self._ends.get((tenant, slot_bytes), 0))
-            slab.file.truncate(kept * stride(slot_bytes))
-            slab.bytes = slab.file.size()
+            with self._ends_lock:
+                kept = max(places, self._ends.get((tenant, slot_bytes), 0))
+                if not kept:
+                    self._ends.pop((tenant, slot_bytes), None)
+            if kept:
+                self._cut(slab, kept)
+            else:
+                self._remove_slab(slab)
 
     def sync(self) -> None:
-        """Return when all records are on the device; make a snapshot where the logs have grown."""
-        self._index.sync()
-        if self._index.wants_snapshot:
-            self._index.snapshot()
-
-    def _record_new_slabs(self) -> None:
+        """Return when all records are on the device."""
         with self._lock:
-            slabs, self._new_slabs = self._new_slabs, []
-        if slabs:
-            records = np.zeros(len(slabs), RECORD)
-            records["kind"] = Kind.SLAB
-            for record, slab in zip(records, slabs, strict=True):
-                name = slab.tenant.encode().ljust(_TENANT_BYTES, b"\0")
-                record["slab"] = slab.number
-                record["slot"], record["generation"] = slab.slot_bytes & 0xFFFFFFFF, slab.slot_bytes >> 32
-                record["key"], record["note"] = np.void(name[:KEY_BYTES]), np.void(name[KEY_BYTES:])
-            self._index.append(records)
+            dirty = [each for each in self._slabs.values() if each.table_dirty]
+            for each in dirty:
+                each.table_dirty = False
+        for each in dirty:
+            each.table.sync()
 
     def close(self) -> None:
         """Close all files."""
         for each in self._slabs.values():
-            each.file.close()
+            each.close()
         self._slabs.clear()
-        self._index.close()
         self._files.close()
 
 
-def slab_of(record: np.void) -> Slab:
-    """The slab that a record of kind `SLAB` names."""
-    name = record["key"].tobytes() + record["note"].tobytes()
-    slot_bytes = int(record["slot"]) | int(record["generation"]) << 32
-    return Slab(int(record["slab"]), name.rstrip(b"\0").decode(), slot_bytes)
+def _write_block(file: File, slab: Slab) -> None:
+    block = aligned_memory(BLOCK_BYTES)
+    block[:] = pack_slab(slab)
+    file.write(0, [block])
 
 
 def _slab_name(number: int) -> str:
     return f"slab-{number:05}"
+
+
+def _table_name(number: int) -> str:
+    return f"table-{number:05}"
 
 
 def _refusal(identity: Identity | None, cluster: str) -> str:

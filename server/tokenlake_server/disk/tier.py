@@ -7,13 +7,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenlake.config import Disk, ServerConfig
 from tokenlake.core import events
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import AbortFetch, DiskForget, DiskRead, DiskTrim, DiskWrite, Saved
+from tokenlake.core.instructions import AbortFetch, DiskErase, DiskForget, DiskRead, DiskTrim, DiskWrite, Saved
 from tokenlake.disk.tier import SlabUse
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Level, Metric
@@ -23,6 +23,7 @@ from tokenlake_server.disk.device import Device, DeviceState, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
 from tokenlake_server.driver import Driver, Sink
+from tokenlake_server.standing_orders import Drop, StandingOrders
 
 __all__ = ["DiskTier", "disk_gauges"]
 
@@ -42,13 +43,20 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
 
 SERVING = _gauge("serving", "1 while the device of the disk tier is used, 0 while it is set aside")
 CAPACITY = _gauge("capacity_bytes", "Bytes that segments may take on the device")
-SLABS = _gauge("slab_bytes", "Bytes of the files with segments on the device")
+SLABS = _gauge("slab_bytes", "Bytes of the files with segments on the device, and of their tables")
 QUEUE = _gauge("queued_segments", "Segments that wait to be read from the device or written to it")
 BUDGET = _gauge(
     "budget_bytes", "Bytes that may be written to the device now, of the budget `disk_writes_per_day`; absent at 0"
 )
 SEGMENTS = _gauge("segments", "Segments on the device", "tenant", "slot_bytes")
 USED = _gauge("used_bytes", "Bytes of the places of the segments on the device", "tenant", "slot_bytes")
+RESTORED = _gauge(
+    "restored_segments", "Segments whose records were damaged, and that were found when the device was opened last"
+)
+LOST = _gauge(
+    "lost_segments",
+    "Segments that were lost when the device was opened last, because their records or files were damaged",
+)
 ERRORS = _gauge(
     "errors",
     "Operations on the device since the start that failed (`read`, `write`), and places that did not hold the segment "
@@ -69,10 +77,11 @@ class DiskTier:
         loop: asyncio.AbstractEventLoop,
         abort: Callable[[AbortFetch], None],
         contents: Contents,
+        orders: StandingOrders,
     ) -> None:
         """Locks the directories. `abort`: carries out the end of a transfer from another node. `contents` has the
-        contents of segments, which are kept with their bytes. Raises `ConfigurationError` for a directory that cannot
-        be used by this daemon."""
+        contents of segments, which are kept with their bytes; `orders` those that wait for a device. Raises
+        `ConfigurationError` for a directory that cannot be used by this daemon."""
         self._driver = driver
         self._loop = loop
         self._abort = abort
@@ -88,7 +97,11 @@ class DiskTier:
             driver.post,
             self._deliver,
             contents,
+            orders,
+            self._save_orders,
         )
+        self._orders = orders
+        self._saving: set[asyncio.Task[list[str]]] = set()
         opened = _locked(config.disk)
         self._devices = [
             Device(number, disk.path, disk.nbytes, _opener(disk.path, files), around)
@@ -98,6 +111,7 @@ class DiskTier:
             DiskWrite: lambda order: self._devices[order.device].write(order),
             DiskRead: lambda order: self._devices[order.device].read(order),
             DiskForget: lambda order: self._devices[order.device].forget(order),
+            DiskErase: lambda order: self._devices[order.device].erase(order),
             DiskTrim: lambda order: self._devices[order.device].forget(order),
             Saved: self._all_saved,
             AbortFetch: self._abort_any,
@@ -137,6 +151,27 @@ class DiskTier:
                     return False
             return True
         return False
+
+    def drop(self, drop: Drop, reached: Collection[int]) -> list[str]:
+        """Segments are evicted by an order, and the rules have erased them from the devices with the numbers `reached`.
+        From the others they are removed before these are used again; the caller saves the orders. Returns a text for
+        each device where that may take long."""
+        unremoved = []
+        for device in self._devices:
+            if device.number not in reached:
+                self._orders.drop(device.path, drop)
+                if problem := device.remove():
+                    unremoved.append(f"{device.path}: {problem}")
+        return unremoved
+
+    def _save_orders(self) -> None:
+        def begin() -> None:
+            task = self._loop.create_task(self._orders.save())
+            self._saving.add(task)
+            task.add_done_callback(self._saving.discard)
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(begin)
 
     @property
     def states(self) -> list[DeviceState]:
@@ -187,6 +222,8 @@ def disk_gauges(
             Level(CAPACITY, path, state.capacity_bytes),
             Level(SLABS, path, state.slab_bytes),
             Level(QUEUE, path, state.queue),
+            Level(RESTORED, path, state.restored),
+            Level(LOST, path, state.lost),
             Level(ERRORS, (state.path, "read"), state.read_errors),
             Level(ERRORS, (state.path, "write"), state.write_errors),
             Level(ERRORS, (state.path, "mismatch"), state.mismatches),

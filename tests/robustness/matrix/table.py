@@ -254,5 +254,25 @@ FOUND = (
         "a name in an engine's layout wrote lines of its own into the daemon's log",
         "test_a_layout_forges_no_line_of_the_log",
     ),
+    (
+        "segments that an operator evicted while a disk was full or set aside were found again",
+        "test_evictions_wait_for_a_disk_that_is_aside",
+    ),
+    (
+        "weights that were retired came back with the daemon's restart",
+        "test_retired_weights_do_not_return",
+    ),
+    (
+        "a full file system took all segments on disk away, and a daemon that started then did not open it",
+        "test_a_full_device_is_opened_for_reads",
+    ),
+    (
+        "one changed bit of the index lost all segments of a device",
+        "test_one_changed_bit_of_a_table_costs_no_segment",
+    ),
+    (
+        "each size of segments took 64 MiB of a device beyond its size",
+        "test_all_files_stay_within_the_limit",
+    ),
 )
 """(Defect, the test that shows it)."""

@@ -196,8 +196,8 @@ def test_tenants_come_from_the_credential(tmp_path: Path) -> None:
             control.layouts()
         # The operator of the node names the tenant.
         with local(cluster.nodes[0]) as control:
-            assert control.evict(everything=True, tenant="blue") == 0
-            assert control.evict(everything=True, tenant="red") == 2
+            assert control.evict(everything=True, tenant="blue").evicted == 0
+            assert control.evict(everything=True, tenant="red").evicted == 2
             with pytest.raises(CredentialRefused, match="several tenants"):
                 control.evict(everything=True)
 

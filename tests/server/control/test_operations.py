@@ -89,15 +89,15 @@ def test_eviction_by_prefix_size_and_tenant(two: Cluster) -> None:
         store(pool, first)
         store(pool, second)
         keys = pool.prefix(first.tokens).keys
-        assert control.evict(keys=keys[1:]) == 2
+        assert control.evict(keys=keys[1:]).evicted == 2
         assert (read(pool, first), read(pool, second)) == (1, 3)
         pool.match(keys, MatchOptions(request="evicted"), deadline_s=2.0).release()
         reasons = {each.reason: each.detail for each in control.explain("evicted").funnel.missed}
         assert "an operator" in reasons[MissReason.EVICTED]
-        assert control.evict(segment_bytes=LAYOUT.segment_bytes + 1) == 0
-        assert control.evict(segment_bytes=LAYOUT.segment_bytes) == 4
+        assert control.evict(segment_bytes=LAYOUT.segment_bytes + 1).evicted == 0
+        assert control.evict(segment_bytes=LAYOUT.segment_bytes).evicted == 4
         store(pool, second)
-        assert control.evict(everything=True) == 3
+        assert control.evict(everything=True).evicted == 3
         assert read(pool, second) == 0
         arguments: list[dict[str, Any]] = [{}, {"keys": []}]
         for wrong in arguments:

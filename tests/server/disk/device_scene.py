@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from tests.server.disk.scene import SHARDS, Entry, bytes_of, checksums_of
 from tokenlake.core import events
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import DiskForget, DiskRead, DiskTrim, DiskWrite
+from tokenlake.core.instructions import DiskErase, DiskForget, DiskRead, DiskTrim, DiskWrite
 from tokenlake.disk.places import Place, pack_places
 from tokenlake.wire.slots import SlotRef
 from tokenlake_server.arena import Arena
@@ -20,6 +21,7 @@ from tokenlake_server.contents import Contents
 from tokenlake_server.disk.device import Device, Patience, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import Files
+from tokenlake_server.standing_orders import StandingOrders
 
 E = TypeVar("E")
 REGION_BYTES = 16 << 20
@@ -134,6 +136,16 @@ class Scene:
         keys = b"".join(each.key for each in entries)
         self.device.forget(DiskForget(0, first.tenant, first.slot_bytes, keys, places))
 
+    def erased(self, entries: list[Entry]) -> bytes:
+        """Erase segments of one slab, and wait. Returns the codes."""
+        first = entries[0]
+        places = pack_places([Place(each.slot, each.generation) for each in entries])
+        self.number += 1
+        number = self.number
+        keys = b"".join(each.key for each in entries)
+        self.device.erase(DiskErase(number, 0, first.tenant, first.slot_bytes, keys, places))
+        return self.wait(events.DiskErased, where=lambda event: event.erase == number).codes
+
     def trim(self, tenant: str, slot_bytes: int, places: int) -> None:
         self.device.forget(DiskTrim(0, tenant, slot_bytes, places))
 
@@ -146,13 +158,24 @@ class Scene:
         return self.wait(kind, count)
 
 
+def no_orders() -> StandingOrders:
+    """Orders without files that can be written."""
+    return StandingOrders(Path("/dev/null/orders"))
+
+
 @contextmanager
 def served(
-    open_files: Callable[[], Files], keys: DiskKeys | None = None, patience: Patience = QUICK, limit: int | None = None
+    open_files: Callable[[], Files],
+    keys: DiskKeys | None = None,
+    patience: Patience = QUICK,
+    limit: int | None = None,
+    orders: StandingOrders | None = None,
 ) -> Iterator[Scene]:
     """A device that serves these files, until the block ends."""
     scene = Scene()
-    around = Surroundings("c", "node", keys or DiskKeys(), scene.arena, scene.post, scene.deliver, Contents())
+    around = Surroundings(
+        "c", "node", keys or DiskKeys(), scene.arena, scene.post, scene.deliver, Contents(), orders or no_orders()
+    )
     scene.device = Device(0, "/disk", limit, open_files, around, patience)
     scene.device.start()
     try:

@@ -75,7 +75,8 @@ def put(store: DiskStore, io: SegmentIO, entry: Entry, content: bytes = b"") -> 
     """Write a segment; nothing is synced or recorded."""
     segment = aligned_memory(entry.slot_bytes)
     segment[:] = bytes_of(entry.key, entry.slot_bytes)
-    store.write(io, entry.where, segment, Stored(checksums_of(segment), content))
+    store.will_write(entry.tenant, entry.slot_bytes, entry.slot + 1)
+    store.write(io, entry.where, segment, Stored(checksums_of(segment), content, entry.note))
 
 
 def commit(store: DiskStore, written: list[Entry]) -> None:

@@ -46,9 +46,9 @@ def test_verify_finds_a_changed_byte(tmp_path: Path, keys: tuple[bytes, ...]) ->
     assert "5 segments are sound, 0 are not" in result.output
     slab = tmp_path / "slab-00000"
     with slab.open("r+b") as file:
-        file.seek(8192 + 5000)
+        file.seek(4096 + 8192 + 5000)
         byte = file.read(1)
-        file.seek(8192 + 5000)
+        file.seek(4096 + 8192 + 5000)
         file.write(bytes([byte[0] ^ 1]))
     result = run("verify", str(tmp_path), "--json", environ=environ)
     assert result.exit_code == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,12 @@ from tests.server.disk.device_scene import QUICK, Scene, served
 from tests.server.disk.medium import Medium, MediumFiles
 from tests.server.disk.scene import bytes_of, entry
 from tokenlake.core import events
-from tokenlake.disk.places import Place, unpack_places
+from tokenlake.disk.places import SLAB_BYTES, Place, slab_bytes, unpack_places
 from tokenlake.wire import Code
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
+from tokenlake_server.disk.store import OWN_BYTES
+from tokenlake_server.standing_orders import Drop, StandingOrders
 
 LOCAL, LOST, COMMITTED, BAD = Code.LOCAL, Code.LOST, Code.COMMITTED, Code.BAD_CHECKSUM
 SEGMENTS = [entry(number, number) for number in range(5)]
@@ -77,9 +81,9 @@ def test_a_place_with_another_segment_is_a_miss() -> None:
 
 def test_the_capacity_is_the_limit_or_the_free_space() -> None:
     gib = 1 << 30
-    for limit, capacity in ((3 * gib, 3 * gib), (20 * gib, 10 * gib - (64 << 20))):
+    for limit, capacity in ((3 * gib, 3 * gib - OWN_BYTES), (20 * gib, 10 * gib - (64 << 20))):
         with served(lambda: small(Medium(10 * gib)), limit=limit) as scene:
-            assert scene.wait(events.DiskReady).capacity_bytes == pytest.approx(capacity, abs=1000)
+            assert scene.wait(events.DiskReady).capacity_bytes == pytest.approx(capacity, abs=10_000)
 
 
 def test_a_trimmed_slab_ends_earlier() -> None:
@@ -89,7 +93,7 @@ def test_a_trimmed_slab_ends_earlier() -> None:
         scene.written(SEGMENTS)
         scene.forget(SEGMENTS[2:])
         scene.trim("default", 4096, 2)
-    assert len(medium.names["slab-00000"].content) == 2 * 8192
+    assert len(medium.names["slab-00000"].content) == 4096 + 2 * 8192
 
 
 def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
@@ -113,7 +117,7 @@ def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
         assert written.codes == bytes([COMMITTED])
         assert scene.read([again]) == bytes([LOCAL])
         assert scene.read(SEGMENTS[:2]) == bytes([LOCAL]) * 2
-    assert len(slab.content) == 3 * 8192
+    assert len(slab.content) == 4096 + 3 * 8192
     with served(lambda: small(medium)) as scene:
         recovered(scene)
         assert scene.read([again]) == bytes([LOCAL])
@@ -271,7 +275,8 @@ def test_a_full_device_keeps_its_segments() -> None:
         trouble.error, trouble.operations = errno.ENOSPC, ("size",)
         assert scene.written([entry(50, 15000)]) == bytes([LOST])
         smaller = scene.wait(events.DiskReady, 2).capacity_bytes
-        assert smaller == scene.device.state.slab_bytes < 150 << 20
+        used = scene.device.state.slab_bytes
+        assert used <= smaller <= used + SLAB_BYTES < 150 << 20
         assert (scene.device.state.serving, scene.device.state.problem[:5]) == (True, "full:")
         assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
         assert not scene.of(events.DiskGone)
@@ -279,6 +284,135 @@ def test_a_full_device_keeps_its_segments() -> None:
         assert scene.wait(events.DiskReady, 3).capacity_bytes > smaller
         assert not scene.device.state.problem
         assert scene.written([entry(50, 15000)]) == bytes([COMMITTED])
+
+
+@pytest.mark.parametrize("operations", [("size", "create"), ("size", "create", "write")])
+def test_a_full_device_is_opened_for_reads(operations: tuple[str, ...]) -> None:
+    """Some file systems need space also to write what a file has already."""
+    medium = Medium()
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+    trouble = Trouble(medium)
+    trouble.error, trouble.slabs_only, trouble.operations = errno.ENOSPC, False, operations
+    with served(lambda: small(medium)) as scene:
+        assert len(recovered(scene)) == 5
+        assert scene.device.state.problem[:5] == "full:"
+        assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
+        assert scene.written([entry(50, 15000)]) == bytes([LOST])
+        scene.forget(SEGMENTS[:1])
+        assert scene.read(SEGMENTS[1:]) == bytes([LOCAL]) * 4
+        assert not scene.of(events.DiskGone)
+        trouble.error = None
+        wait_until(lambda: not scene.device.state.problem, "the device has room")
+        assert scene.written([entry(50, 15000)]) == bytes([COMMITTED])
+
+
+def test_all_files_stay_within_the_limit(tmp_path: Path) -> None:
+    """Also with many sizes of segments, each of which has a slab, and with space that an earlier slab does not need."""
+    limit = 64 << 20
+    with served(lambda: DirectoryFiles(tmp_path), limit=limit) as scene:
+        capacity = scene.wait(events.DiskReady).capacity_bytes
+        scene.wait(events.DiskRecovered)
+        used = 0
+        for size in range(1, 200):
+            slot_bytes = size * 100_000
+            used += slab_bytes(slot_bytes, 1)
+            if used > capacity:
+                break
+            assert scene.written([entry(size, 0, slot_bytes=slot_bytes)]) == bytes([COMMITTED]), size
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+        assert size > 20
+        assert scene.written([entry(size, 0, slot_bytes=8 << 20)]) == bytes([LOST])
+        assert scene.wait(events.DiskReady, 2).capacity_bytes <= capacity
+
+
+# -- orders of operators
+
+
+def orders_at(path: Path) -> StandingOrders:
+    orders = StandingOrders(path)
+    orders.load()
+    return orders
+
+
+def test_erased_segments_are_never_found_again() -> None:
+    """Also where their records are found on the device as they were before."""
+    medium = Medium()
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        table = bytes(medium.names["table-00000"].content)
+        assert scene.erased(SEGMENTS[:3]) == bytes([COMMITTED]) * 3
+    medium.lose_power(random.Random(0))
+    for content in (table, b"", bytes(len(table))):
+        medium.names["table-00000"].content[:] = content
+        with served(lambda: small(medium)) as scene:
+            recovered(scene)
+            assert scene.read(SEGMENTS[:3]) == bytes([BAD]) * 3
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_an_erasure_that_fails_says_so(operation: str) -> None:
+    medium = Medium()
+    trouble = Trouble(medium)
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        trouble.error, trouble.operations = errno.EIO, (operation,)
+        assert scene.erased(SEGMENTS) == bytes([LOST]) * 5
+        trouble.error = None
+
+
+def test_segments_are_erased_where_there_is_no_space() -> None:
+    medium = Medium()
+    with served(lambda: small(medium)) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        medium.nbytes = 0
+        assert scene.erased(SEGMENTS[:3]) == bytes([COMMITTED]) * 3
+    with served(lambda: small(medium)) as scene:
+        assert len(recovered(scene)) == 2
+
+
+@pytest.mark.parametrize("keys", [(), (0, 1, 2)])
+def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...], tmp_path: Path) -> None:
+    """Nothing is found before they are carried out, by a later daemon too."""
+    medium = Medium()
+    trouble = Trouble(medium)
+    orders = orders_at(tmp_path / "orders")
+    drop = Drop("default", 0, b"".join(SEGMENTS[at].key for at in keys))
+    with served(lambda: small(medium), orders=orders) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        trouble.error = errno.EROFS
+        scene.read(SEGMENTS)
+        scene.wait(events.DiskGone)
+        orders.drop("/disk", drop)
+        assert scene.device.remove()
+    asyncio.run(orders.save())
+    trouble.operations = ("write", "size", "sync", "remove")
+    orders = orders_at(tmp_path / "orders")
+    with served(lambda: small(medium), orders=orders) as scene:
+        wait_until(lambda: bool(scene.device.state.problem), "a problem")
+        assert not scene.of(events.DiskFound)
+        trouble.error = None
+        assert len(recovered(scene)) == (2 if keys else 0)
+        assert not orders.drops("/disk")
+
+
+def test_removals_set_a_device_in_use_aside(tmp_path: Path) -> None:
+    medium = Medium()
+    orders = orders_at(tmp_path / "orders")
+    with served(lambda: small(medium), orders=orders) as scene:
+        scene.wait(events.DiskRecovered)
+        scene.written(SEGMENTS)
+        orders.drop("/disk", Drop("default"))
+        assert scene.device.remove() == ""
+        scene.wait(events.DiskGone)
+        scene.wait(events.DiskRecovered, 2)
+        assert not scene.of(events.DiskFound)
+        assert scene.written(SEGMENTS) == bytes([COMMITTED]) * 5
 
 
 def test_a_device_that_cannot_be_opened_is_tried_again() -> None:
@@ -329,7 +463,7 @@ def test_the_thread_of_the_index_waits_at_the_end() -> None:
         trouble.hang("write")
         scene.write(SEGMENTS[:1])
         wait_until(lambda: bool(trouble.hung), "a write is under way")
-        (ident,) = [thread.ident for thread in threading.enumerate() if thread.name == "disk-0-index"]
+        (ident,) = [thread.ident for thread in threading.enumerate() if thread.name == "disk-0-table"]
         assert ident is not None
         clock = time.pthread_getcpuclockid(ident)
         before = time.clock_gettime(clock)

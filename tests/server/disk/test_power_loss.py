@@ -10,7 +10,6 @@ from tests.profiles import examples
 from tests.server.disk.medium import Medium, MediumFiles, PowerFailure
 from tests.server.disk.scene import Entry, bytes_of, commit, entries, entry, note_of, put
 from tokenlake_server.disk.encryption import DiskKeys
-from tokenlake_server.disk.index import Index
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, aligned_memory
 from tokenlake_server.disk.store import DiskStore
 
@@ -34,23 +33,33 @@ class Run:
         self.keys = DiskKeys([b"k" * 32]) if self.chance.random() < 0.5 else DiskKeys()
         self.synced: dict[Slot, Entry] = {}
         """The segments of which the store said that they are on the device, and that were not forgotten since."""
+        self.erased: set[Entry] = set()
+        """The segments of which the store said that they are erased."""
         self.generations: dict[tuple[str, int], int] = {}
         self.number = 0
         self.asked = self.back = 0
 
     def work(self, store: DiskStore, io: SegmentIO) -> None:
-        """Store, forget and trim until the power fails, or for a while."""
+        """Store, forget, erase and trim until the power fails, or for a while."""
         for _ in range(self.chance.randint(1, 12)):
             tenant, slot_bytes = self.chance.choice(SLABS)
             slots = self.chance.sample(range(PLACES), self.chance.choice((1, 2, 3, PLACES)))
-            for slot in slots:
-                self.synced.pop((tenant, slot_bytes, slot), None)
+            there = [self.synced.pop((tenant, slot_bytes, slot), None) for slot in slots]
+            if self.chance.random() < 0.2:
+                erased = [each for each in there if each is not None]
+                for each in erased:
+                    store.erase(io, each.where)
+                store.sync_slabs()
+                store.forget(tenant, slot_bytes, [each.slot for each in erased])
+                store.sync()
+                self.erased |= set(erased)
             store.forget(tenant, slot_bytes, slots)
             action = self.chance.random()
             if action < 0.1:
                 kept = self.chance.randint(0, PLACES)
                 for slot in range(kept, PLACES):
                     self.synced.pop((tenant, slot_bytes, slot), None)
+                store.will_trim(tenant, slot_bytes, kept)
                 store.trim(tenant, slot_bytes, kept)
             elif action < 0.9:
                 written = [self.new(tenant, slot_bytes, slot) for slot in slots]
@@ -76,6 +85,7 @@ class Run:
                 continue
             assert bytes(segment) == bytes_of(each.key, each.slot_bytes)
             right.add(each)
+        assert not self.erased & right
         self.asked += len(self.synced)
         self.back += len(set(self.synced.values()) & right)
         # As the rules do: the generations continue above those that were found.
@@ -90,7 +100,7 @@ def run(seed: int) -> Run:
     state = Run(seed)
     for _ in range(FAILURES + 1):
         files = MediumFiles(state.medium)
-        store = DiskStore(files, Index(files, least_snapshot_bytes=2000), growth_bytes=20_000)
+        store = DiskStore(files, growth_bytes=20_000)
         state.medium.fuse = state.chance.randint(1, 150)
         try:
             found = [each for part in store.open("cluster", "node", state.keys) for each in entries(part)]

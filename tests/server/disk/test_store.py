@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -10,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.server.disk.medium import Medium, MediumFiles
+from tests.server.disk.medium import Inode, Medium, MediumFiles
 from tests.server.disk.scene import Entry, bytes_of, checksums_of, commit, entries, entry, put
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, aligned_memory
-from tokenlake_server.disk.store import IDENTITY, DiskStore, WrongKeys
+from tokenlake_server.disk.store import IDENTITY, DiskStore, WrongKeys, pack_identity, read_identity
 
 OLD, NEW = b"o" * 32, bytes(range(100, 116))
 
@@ -91,7 +92,7 @@ def test_any_changed_byte_is_a_miss(keys: tuple[bytes, ...]) -> None:
     store, (found,) = opened(MediumFiles(medium), DiskKeys(keys))
     assert read(store, found) == bytes_of(found.key, 1000)
     content = medium.names["slab-00000"].content
-    for at in (*range(0, 4096, 13), 4093, 4095, *range(4096, 4096 + 1000, 7), 4096 + 999):
+    for at in (*range(4096, 8192, 13), 8189, 8191, *range(8192, 8192 + 1000, 7), 8192 + 999):
         content[at] ^= 0x40
         with pytest.raises(Mismatch):
             read(store, found)
@@ -119,7 +120,7 @@ def test_two_writes_of_one_segment_differ() -> None:
     for slot in (0, 1):
         put(store, SegmentIO(store.keys), entry(1, slot))
     content = medium.names["slab-00000"].content
-    assert content[4096:8192] != content[8192 + 4096 : 16384]
+    assert content[8192 : 8192 + 4096] != content[16384:20480]
 
 
 def test_a_new_key_is_for_new_segments() -> None:
@@ -157,7 +158,7 @@ def test_plain_segments_are_removed_when_keys_are_given() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": 2}, "format 2, and this daemon writes format 1"),
+        ({"format": 1}, "format 1, and this daemon writes format 2"),
         ({"cluster": "other"}, "belongs to cluster 'other', and this node to cluster 'c'"),
         (None, "no whole tokenlake-disk.json"),
     ],
@@ -166,11 +167,12 @@ def test_another_version_or_cluster_is_kept_aside(change: dict[str, object] | No
     medium = Medium()
     filled(MediumFiles(medium))
     identity = medium.names[IDENTITY]
-    changed = b"{" if change is None else msgspec.json.encode(msgspec.json.decode(bytes(identity.content)) | change)
-    identity.content[:] = changed
+    found = read_identity(MediumFiles(medium))
+    assert found is not None
+    identity.content[:] = b"{" if change is None else pack_identity(msgspec.structs.replace(found, **change))
     slab = bytes(medium.names["slab-00000"].content)
-    store, found = opened(MediumFiles(medium))
-    assert not found
+    store, segments = opened(MediumFiles(medium))
+    assert not segments
     assert reason in store.aside
     assert "aside-1-*" in store.aside
     assert bytes(medium.names["aside-1-slab-00000"].content) == slab
@@ -187,11 +189,87 @@ def test_another_file_stays(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+RECORD_2 = 4096 + 2 * 128
+
+
+@pytest.mark.parametrize("keys", [(), (NEW,)])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("table-00000", RECORD_2 + at) for at in range(0, 128, 9)]
+    + [("table-00000", 3), ("table-00000", 20), ("slab-00000", 20), (IDENTITY, 20), (IDENTITY, 4100)],
+)
+def test_one_changed_bit_costs_no_segment(name: str, at: int, keys: tuple[bytes, ...]) -> None:
+    medium = Medium()
+    filled(MediumFiles(medium), *keys, count=5)
+    medium.names[name].content[at] ^= 4
+    store, found = opened(MediumFiles(medium), DiskKeys(keys))
+    assert {each.slot for each in found} == set(range(5))
+    for each in found:
+        assert read(store, each) == bytes_of(each.key, 4096)
+    assert (store.restored, store.lost) == (int(at >= RECORD_2 and name != IDENTITY), 0)
+    store.close()
+    # The damage is repaired.
+    store, found = opened(MediumFiles(medium), DiskKeys(keys))
+    assert (len(found), store.restored) == (5, 0)
+
+
+@pytest.mark.parametrize("size", [None, 0, 10, 4096, RECORD_2 + 5])
+def test_a_lost_table_is_made_from_its_slab(size: int | None) -> None:
+    medium = Medium()
+    filled(MediumFiles(medium), count=5)
+    if size is None:
+        del medium.names["table-00000"]
+    else:
+        del medium.names["table-00000"].content[size:]
+    store, found = opened(MediumFiles(medium))
+    assert {each.slot for each in found} == set(range(5))
+    assert store.restored == (3 if size == RECORD_2 + 5 else 5)
+    store.close()
+    store, found = opened(MediumFiles(medium))
+    assert (len(found), store.restored, store.lost) == (5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda names: names.pop("slab-00000"),
+        lambda names: names["slab-00000"].content.__delitem__(slice(4096, None)),
+        lambda names: [names[name].content.__setitem__(12, 0xFF) for name in ("slab-00000", "table-00000")],
+        lambda names: names.update({"table-00000": Inode()}) or names["slab-00000"].content.__setitem__(4096 + 20, 1),
+    ],
+    ids=["no slab", "cut off", "no identity", "no table and a header"],
+)
+def test_lost_segments_are_counted(damage: Callable[[dict[str, Inode]], object]) -> None:
+    medium = Medium()
+    filled(MediumFiles(medium), count=5)
+    damage(medium.names)
+    store, found = opened(MediumFiles(medium))
+    assert len(found) + store.lost == 5
+    assert store.lost >= 1
+    store.close()
+    store, again = opened(MediumFiles(medium))
+    assert (len(again), store.lost) == (len(found), 0)
+
+
+def test_sectors_that_cannot_be_read_cost_no_segment() -> None:
+    """A table whose bytes the device does not give back."""
+    medium = Medium()
+    filled(MediumFiles(medium), count=5)
+
+    def trouble(operation: str, name: str) -> None:
+        if (operation, name) == ("read", "table-00000"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    medium.trouble = trouble
+    assert len(opened(MediumFiles(medium))[1]) == 5
+
+
 def test_a_trimmed_slab_is_smaller(tmp_path: Path) -> None:
     filled(DirectoryFiles(tmp_path), count=8)
     store, found = opened(DirectoryFiles(tmp_path))
+    store.will_trim("default", 4096, 2)
     store.trim("default", 4096, 2)
-    assert os.stat(tmp_path / "slab-00000").st_size == 2 * 8192
+    assert os.stat(tmp_path / "slab-00000").st_size == 4096 + 2 * 8192
     store.close()
     store, found = opened(DirectoryFiles(tmp_path))
     assert [each.slot for each in found] == [0, 1]

@@ -1,0 +1,256 @@
+"""Orders of operators that outlive the daemon: what is kept, in which files, and what a damaged file costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, store, total, wait_until
+from tokenlake.errors import LayoutRefused, TokenLakeError
+from tokenlake.keys import KEY_BYTES
+from tokenlake_client import Pool
+from tokenlake_server.disk.store import Identity, pack_identity
+from tokenlake_server.standing_orders import (
+    COPY_BYTES,
+    MAX_DROPPED_KEYS,
+    MAX_DROPS,
+    MAX_RETIRED,
+    Drop,
+    StandingOrders,
+)
+from tokenlake_testing.cluster import Cluster
+
+
+def orders_of(*places: Path, tenants: int = 1) -> StandingOrders:
+    """The orders in a file, and in directories of the disk tier."""
+    home, *directories = places
+    orders = StandingOrders(home, [str(each) for each in directories], tenants)
+    orders.load()
+    return orders
+
+
+def saved(orders: StandingOrders) -> list[str]:
+    return asyncio.run(orders.save())
+
+
+def test_orders_outlive_the_daemon(tmp_path: Path) -> None:
+    home = tmp_path / "orders"
+    orders = orders_of(home)
+    orders.retire("red", "w1")
+    assert orders.stores("red", "w1", 4096)
+    assert not orders.stores("red", "w1", 4096)
+    orders.drop("/disk", Drop("red", 8192))
+    assert saved(orders) == []
+    again = orders_of(home)
+    assert again.is_retired("red", "w1")
+    assert not again.is_retired("blue", "w1")
+    assert again.sizes("red", "w1") == [4096]
+    assert again.drops("/disk") == [Drop("red", 8192)]
+    again.dropped("/disk", [Drop("red", 8192)])
+    assert saved(again) == []
+    assert orders_of(home).drops("/disk") == []
+    assert home.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("copy", [0, COPY_BYTES])
+def test_one_damaged_copy_costs_nothing(copy: int, tmp_path: Path) -> None:
+    orders = orders_of(tmp_path / "orders")
+    orders.retire("red", "w1")
+    saved(orders)
+    data = bytearray((tmp_path / "orders").read_bytes())
+    for at in (0, 9, 30, 60):
+        data[copy + at] ^= 1
+        (tmp_path / "orders").write_bytes(data)
+        assert orders_of(tmp_path / "orders").is_retired("red", "w1")
+        data[copy + at] ^= 1
+
+
+def test_a_write_that_is_cut_off_leaves_one_version(tmp_path: Path) -> None:
+    home = tmp_path / "orders"
+    orders = orders_of(home)
+    orders.retire("red", "w1")
+    saved(orders)
+    before = home.read_bytes()
+    orders.retire("red", "w2")
+    saved(orders)
+    after = home.read_bytes()
+    chance = random.Random(0)
+    for _ in range(50):
+        # The first copy is written and synced before the second one.
+        end = chance.randint(0, len(after))
+        home.write_bytes(after[:end] + before[end:])
+        assert orders_of(home).is_retired("red", "w1")
+
+
+def test_each_place_is_enough(tmp_path: Path) -> None:
+    """Retired weights are those of all files; removals are those of the newest one."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for each in (one, two):
+        each.mkdir()
+    orders = orders_of(tmp_path / "home", one, two)
+    orders.retire("red", "w1")
+    orders.drop("/disk", Drop("red"))
+    assert saved(orders) == []
+    for kept in (tmp_path / "home", one / "orders", two / "orders"):
+        found = orders_of(kept)
+        assert found.is_retired("red", "w1")
+        assert found.drops("/disk") == [Drop("red")]
+    (tmp_path / "home").unlink()
+    (two / "orders").unlink()
+    assert orders_of(tmp_path / "home", one, two).is_retired("red", "w1")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    orders = orders_of(tmp_path / "missing" / "orders", tmp_path)
+    orders.retire("red", "w1")
+    (problem,) = saved(orders)
+    assert problem == f"{tmp_path / 'missing' / 'orders'}: No such file or directory"
+    assert orders_of(tmp_path / "orders").is_retired("red", "w1")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_link_is_no_file_of_orders(link: object, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    assert callable(link)
+    link(tmp_path / "victim", tmp_path / "orders")
+    orders = orders_of(tmp_path / "orders")
+    orders.retire("red", "w1")
+    assert len(saved(orders)) == 1
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_a_file_of_another_user_is_not_used(tmp_path: Path) -> None:
+    orders_of(tmp_path / "orders")
+    os.chown(tmp_path / "orders", 65534, 65534)
+    orders = orders_of(tmp_path / "orders")
+    assert saved(orders) == [f"{tmp_path / 'orders'}: it belongs to another user"]
+
+
+def test_the_orders_have_limits(tmp_path: Path) -> None:
+    orders = orders_of(tmp_path / "orders")
+    for number in range(MAX_RETIRED + 1):
+        orders.retire("red", str(number))
+    assert not orders.is_retired("red", "0")
+    assert orders.is_retired("red", "1")
+    assert orders.gauges()[0].value == 1
+    shared = orders_of(tmp_path / "shared", tenants=4096)
+    for number in range(3):
+        shared.retire("red", str(number))
+    assert [shared.is_retired("red", str(number)) for number in range(3)] == [False, True, True]
+    orders.drop("/disk", Drop("red", 0, bytes(KEY_BYTES * (MAX_DROPPED_KEYS + 1))))
+    assert orders.drops("/disk") == [Drop("red")]
+    for number in range(MAX_DROPS):
+        orders.drop("/disk", Drop("blue", number + 1))
+    assert orders.drops("/disk") == [Drop("")]
+    for number in range(20):
+        orders.drop(f"/disk{number}", Drop("blue", 0, bytes(KEY_BYTES * MAX_DROPPED_KEYS)))
+    assert orders.drops("/disk15")[0].keys
+    assert orders.drops("/disk16") == [Drop("blue")]
+    assert saved(orders) == []
+
+
+# -- with daemons
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("disk", [False, True])
+def test_retired_weights_do_not_return(disk: bool, tmp_path: Path) -> None:
+    """Neither for an engine that was connected, nor with the segments on disk; also right behind the answer."""
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    settings = {"disk": f"{tmp_path}:64MiB"} if disk else {}
+    with Cluster(1, "8MiB", "1MiB", **settings) as cluster:
+        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 8)
+        if disk:
+            node.wait_disk()
+        stale = cluster.connect(0, LAYOUT)
+        store(stale, prompt)
+        with local(node) as control:
+            answer = control.weights_changed(LAYOUT.weights_digest)
+            assert (answer.sessions, answer.evicted) == (1, 8)
+            assert not answer.unrecorded
+            assert not answer.unremoved
+        node.kill()
+        node.start()
+        cluster.wait_ready()
+        with pytest.raises(TokenLakeError):
+            store(stale, prompt)
+        with pytest.raises(LayoutRefused, match="changed in place"):
+            Pool.connect(node.socket, LAYOUT, deadlines=PATIENT)
+        with local(node) as control:
+            # The sizes that belong to the weights are known although no engine is connected.
+            assert control.weights_changed(LAYOUT.weights_digest).sessions == 0
+        stale.close()
+
+
+@pytest.mark.live
+def test_segments_evicted_from_a_disk_do_not_return(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    with Cluster(1, "8MiB", "1MiB", disk=f"{tmp_path}:64MiB") as cluster:
+        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 8)
+        node.wait_disk()
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, prompt)
+        node.stop()
+        node.start()
+        cluster.wait_ready()
+        node.wait_disk()
+        with local(node) as control:
+            assert control.evict(everything=True).evicted == 8
+        node.kill()
+        node.start()
+        cluster.wait_ready()
+        node.wait_disk()
+        with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
+            assert lease.hits == 0
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("how", ["evict", "retire"])
+def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> None:
+    """The answer names the device, and a later daemon does not find the segments there."""
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    with Cluster(1, "8MiB", "1MiB", disk=f"{tmp_path}:64MiB") as cluster:
+        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 8)
+        node.wait_disk()
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, prompt)
+            # Before the daemon is stopped: the size of the segments of these weights is remembered.
+            kept = Path(f"{node.socket}.orders")
+            wait_until(lambda: any(kept.read_bytes()), "the orders are saved")
+        node.stop()
+        identity = tmp_path / "tokenlake-disk.json"
+        right = identity.read_bytes()
+        found = msgspec.json.decode(right.partition(b"\n")[0], type=Identity)
+        identity.write_bytes(pack_identity(msgspec.structs.replace(found, encrypted=True)))
+        node.start()
+        cluster.wait_ready()
+        with local(node) as control:
+            wait_until(lambda: bool(control.status().disks[0].problem), "the device is set aside")
+            retire = how == "retire"
+            answer = control.weights_changed(LAYOUT.weights_digest) if retire else control.evict(everything=True)
+            (named,) = answer.unremoved
+            assert named.startswith(f"{tmp_path}: its segments are encrypted")
+            assert not answer.unrecorded
+        assert total(node, "tokenlake_disk_waiting_removals") == 1
+        node.kill()
+        identity.write_bytes(right)
+        node.start()
+        cluster.wait_ready()
+        node.wait_disk()
+        other = msgspec.structs.replace(LAYOUT, weights_digest="another") if retire else LAYOUT
+        with cluster.connect(0, other) as pool, match(pool, prompt, 2.0) as lease:
+            assert lease.hits == 0
+        assert total(node, "tokenlake_disk_segments") == 0
+        wait_until(lambda: total(node, "tokenlake_disk_waiting_removals") == 0, "nothing waits")
