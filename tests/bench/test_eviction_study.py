@@ -114,11 +114,11 @@ def test_a_prompt_goes_to_its_prefix_or_around_a_queue() -> None:
     assert copies == [(4, 4), (4, 4), (9, 9), (9, 13)]
 
 
-def test_an_orphan_is_a_segment_whose_parent_is_gone() -> None:
+def test_no_policy_takes_a_parent_before_its_children() -> None:
     asked = accesses([(0, 1, 2), (3,)])
     stores = NodeStores(asked, 1, 30, _ParentsFirst)
     serve(stores, asked)
-    assert (stores.held(), stores.orphans()) == (3, 1)
+    assert (stores.held(), stores.orphans()) == (3, 0)
 
 
 class _ParentsFirst(LeastRecentlyUsed):

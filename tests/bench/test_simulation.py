@@ -136,7 +136,7 @@ def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:
     simulation = simulate(accesses, options(1))
     cache = global_lru(accesses, NODE_SEGMENTS * TOKENS)
     assert cache.hit_tokens < infinite_cache(accesses).hit_tokens
-    assert hit_tokens(simulation, accesses) == pytest.approx(cache.hit_tokens, rel=0.02)
+    assert hit_tokens(simulation, accesses) == pytest.approx(cache.hit_tokens, rel=0.04)
     assert simulation.totals().bytes_moved == 0
 
 
