@@ -1,8 +1,8 @@
 """The requests under way and the measured times of the fleets that routers report: by tenant, within bounds.
 
 Everything that is kept for a fleet is charged to its tenant in bytes: names, nodes, keys of requests under way. The
-tenants share the total in equal parts. Beyond the part of a tenant its oldest requests count as finished, then the
-fleets that were used longest ago are forgotten; instances that alone take more are refused.
+tenants share the total in equal parts. Beyond the part of a tenant its oldest requests count as finished, then ends of
+requests are forgotten, then the fleets that were used longest ago; instances that alone take more are refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Fleet:
         """Bytes that the instances take."""
         self.request_bytes = 0
         """Bytes that the requests under way take."""
-        self._ended_bytes = 0
+        self.ended_bytes = 0
+        """Bytes that the ends of requests that were not under way take."""
 
     def __len__(self) -> int:
         """Number of requests under way."""
@@ -74,7 +75,7 @@ class Fleet:
     @property
     def kept_bytes(self) -> int:
         """The bytes that are charged for the fleet."""
-        return self._fixed + self.instance_bytes + self.request_bytes + self._ended_bytes
+        return self._fixed + self.instance_bytes + self.request_bytes + self.ended_bytes
 
     def follow(self, instances: dict[str, NodeId], now: float, limit: int = TOTAL_BYTES) -> None:
         """Take the instances that a caller names, in addition to those of other callers, and forget old requests and
@@ -109,7 +110,7 @@ class Fleet:
         while self._under_way and next(iter(self._under_way.values()))[0] < now - UNDER_WAY_S:
             self.finish_oldest()
         while self._ended and next(iter(self._ended.values())) < now - ENDED_S:
-            self._forget_end(next(iter(self._ended)))
+            self.forget_oldest_end()
 
     def _name(self, instance: str, now: float) -> None:
         self._named[instance] = now, self._named[instance][1]
@@ -156,16 +157,20 @@ class Fleet:
         """Keep the end of a request that is not under way."""
         self._forget_end(name)
         self._ended[name] = now
-        self._ended_bytes += ENDED_BYTES + sys.getsizeof(name)
+        self.ended_bytes += ENDED_BYTES + sys.getsizeof(name)
         if len(self._ended) > MAX_ENDED:
-            self._forget_end(next(iter(self._ended)))
+            self.forget_oldest_end()
+
+    def forget_oldest_end(self) -> None:
+        """Forget the oldest end of a request that was not under way."""
+        self._forget_end(next(iter(self._ended)))
 
     def _forget_end(self, name: str) -> float:
         """Forget the end of a request. Returns its time, or -inf."""
         at = self._ended.pop(name, None)
         if at is None:
             return -math.inf
-        self._ended_bytes -= ENDED_BYTES + sys.getsizeof(name)
+        self.ended_bytes -= ENDED_BYTES + sys.getsizeof(name)
         return at
 
     def happened(self, what: pb.Happened, tenant: Tenant, segment_tokens: int, now: float) -> None:
@@ -226,8 +231,8 @@ class Fleets:
         return fleet, model, instances
 
     def fit(self, tenant: str) -> None:
-        """Bring the fleets of a tenant within its part of the bytes: its oldest requests count as finished, then the
-        fleets that were used longest ago are forgotten. To be called after requests were sent."""
+        """Bring the fleets of a tenant within its part of the bytes: its oldest requests count as finished, then ends
+        of requests are forgotten, then the fleets that were used longest ago. To be called after requests were sent."""
         own = self._fleets.get(tenant)
         if own is None:
             return
@@ -238,6 +243,10 @@ class Fleets:
             if largest.request_bytes:
                 largest.finish_oldest()
                 kept -= before - largest.kept_bytes
+            elif (ending := next((fleet for fleet in own.values() if fleet.ended_bytes), None)) is not None:
+                before = ending.kept_bytes
+                ending.forget_oldest_end()
+                kept -= before - ending.kept_bytes
             elif len(own) > 1:
                 kept -= own.popitem(last=False)[1].kept_bytes
             else:

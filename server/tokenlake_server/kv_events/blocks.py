@@ -23,14 +23,22 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-__all__ = ["MAX_PENDING_BYTES", "ROOT_S", "Blocks"]
+__all__ = ["ENTRY_BYTES", "MAX_PENDING_BYTES", "ROOT_S", "Blocks", "charge_of"]
 
 MAX_PENDING_BYTES = 16 << 20
 """Limit of the contents of segments that are not READY, because they are still to come or have left; the oldest are
 dropped beyond it."""
+ENTRY_BYTES = 512
+"""Bytes that are charged for each of them beside its content: its key and its places in tables. An engine may send any
+number of short contents."""
 ROOT_S = 10.0
 """Seconds without a new segment of a layout after which another layout of the same model takes its place."""
 MAX_ADAPTERS = 4096
+
+
+def charge_of(content: bytes) -> int:
+    """The bytes that are charged for a content that is kept with its key."""
+    return len(content) + ENTRY_BYTES
 
 
 class _Segment(NamedTuple):
@@ -85,7 +93,7 @@ class Blocks:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the contents that are kept for segments that are not READY."""
+        """The bytes that are charged for the contents of segments that are not READY."""
         return self._pending_bytes
 
     def content(self, key: SegmentKey) -> bytes:
@@ -107,18 +115,25 @@ class Blocks:
             self._keep(key, content)
 
     def _keep(self, key: SegmentKey, content: bytes) -> None:
-        self._pending_bytes += len(content) - len(self._pending.get(key, b""))
+        # Replaced in one step, because another thread may look for the content.
+        before = self._pending.get(key)
         self._pending[key] = content
         self._pending.move_to_end(key)
+        self._pending_bytes += charge_of(content) - (0 if before is None else charge_of(before))
         while self._pending_bytes > MAX_PENDING_BYTES:
-            self._pending_bytes -= len(self._pending.popitem(last=False)[1])
+            self._forget(next(iter(self._pending)))
+
+    def _forget(self, key: SegmentKey) -> None:
+        content = self._pending.pop(key, None)
+        if content is not None:
+            self._pending_bytes -= charge_of(content)
 
     def stored(self, key: SegmentKey, now: float) -> None:
         """A segment became READY. `now`: seconds, of a clock that does not go back."""
         if key not in self._present:
             self._arrived(key, self._pending.get(key, b""), now)
         # Last, because another thread may look for the content.
-        self._pending_bytes -= len(self._pending.pop(key, b""))
+        self._forget(key)
 
     def _arrived(self, key: SegmentKey, encoded: bytes, now: float) -> None:
         try:

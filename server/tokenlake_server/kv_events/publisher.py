@@ -34,7 +34,7 @@ from tokenlake.store import Cursor, State
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.contents import Contents, StreamState
 from tokenlake_server.driver import Driver
-from tokenlake_server.kv_events.blocks import Blocks
+from tokenlake_server.kv_events.blocks import Blocks, charge_of
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
 from tokenlake_server.kv_events.listener import MAX_READERS, MAX_READERS_OF_ALL, MAX_READERS_OF_ONE, Room
 from tokenlake_server.kv_events.replay import Replay
@@ -75,8 +75,8 @@ OF_OTHER_LAYOUTS = Metric(
 )
 DROPPED = Metric(
     "tokenlake_kv_event_dropped_contents",
-    "Contents of segments that were dropped, because 32 MiB of others waited to be published: their segments are not "
-    "published",
+    "Contents of segments that were dropped, because others of the tenant, up to its part of 32 MiB, waited to be "
+    "published: their segments are not published",
     "tenant",
     kind="gauge",
 )
@@ -125,7 +125,8 @@ RESTATE_PAUSE_S = 0.001
 MAX_REPLAY_BYTES = 16 << 20
 """Limit of the bytes of the messages that a stream keeps: about 13,000 stored segments of 256 tokens."""
 MAX_INBOX_BYTES = 32 << 20
-"""Limit of the contents that wait for a round; further ones are dropped, and their segments are not published."""
+"""Limit of the contents that wait for a round, in equal parts for the tenants with streams; further ones are dropped,
+and their segments are not published."""
 MAX_UNPUBLISHED = 16
 """Limit of the names of models of each tenant that are remembered because no stream has them."""
 START_S = 20.0
@@ -175,7 +176,9 @@ class KvEvents(Contents):
         self._models = {tenant: tuple(each.config.model for each in own) for tenant, own in self._streams.items()}
         self._inbox: deque[tuple[int, str, list[SegmentKey], Sequence[bytes]]] = deque()
         """Contents, with the number of the newest change before they were offered."""
-        self._inbox_bytes = 0
+        self._inbox_bytes = dict.fromkeys(self._streams, 0)
+        """By tenant, the bytes that are charged for its contents there."""
+        self._inbox_part = MAX_INBOX_BYTES // max(1, len(self._streams))
         self._inbox_lock = threading.Lock()
         self._dropped = dict.fromkeys(self._streams, 0)
         """By tenant, the number of contents that were dropped because too many waited."""
@@ -201,11 +204,11 @@ class KvEvents(Contents):
         if long:
             self._refuse_long(tenant, len(long), max(map(len, long)), limit)
             contents = [b"" if len(content) > limit else content for content in contents]
-        size = sum(map(len, contents))
+        size = sum(map(charge_of, contents))
         with self._inbox_lock:
-            if self._inbox_bytes + size <= MAX_INBOX_BYTES:
-                self._inbox_bytes += size
-                self._inbox.append((self._log.newest, tenant, keys, contents))
+            if self._inbox_bytes[tenant] + size <= self._inbox_part:
+                self._inbox_bytes[tenant] += size
+                self._inbox.append((self._log.newest, tenant, keys[: len(contents)], contents))
                 return
             first = not self._dropped[tenant]
             self._dropped[tenant] += len(contents)
@@ -214,7 +217,7 @@ class KvEvents(Contents):
                 "segments of tenant '%s' are not published to routers: %d MiB of tokens wait for the thread that "
                 "publishes (further ones are counted by %s)",
                 tenant,
-                MAX_INBOX_BYTES >> 20,
+                self._inbox_part >> 20,
                 DROPPED.name,
             )
 
@@ -381,7 +384,7 @@ class KvEvents(Contents):
             # Last, because another thread may look for a content.
             with self._inbox_lock:
                 self._inbox.popleft()
-                self._inbox_bytes -= sum(map(len, contents))
+                self._inbox_bytes[tenant] -= sum(map(charge_of, contents))
 
     async def _tell(self, stream: _Stream, now: float) -> None:
         sockets = stream.sockets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -228,17 +229,31 @@ def test_changes_that_were_missed() -> None:
 
 def test_contents_that_never_become_ready_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contents of segments that never become ready are bounded."""
-    monkeypatch.setattr(blocks, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(blocks, "MAX_PENDING_BYTES", 10_000)
     state = Blocks(MODEL, BLOCK, "CPU")
     chains = [prompt([number]) for number in range(100)]
     for number, chain in enumerate(chains):
         state.offer(chain.keys[0], contents_of(chain, tokens_of([number]), range(1), MODEL)[0])
-        assert state.kept_bytes <= 1000
+        assert state.kept_bytes <= 10_000
     state.stored(chains[0].keys[0], 0.0)
     state.stored(chains[99].keys[0], 0.0)
     assert (state.unknown, state.published) == (1, 1)
     assert state.content(chains[99].keys[0])
     assert not state.content(chains[0].keys[0])
+
+
+def test_short_contents_are_charged_with_their_keys() -> None:
+    """An engine may send any number of contents of one byte, for segments that it never writes."""
+    keys = [SegmentKey(number.to_bytes(32, "big")) for number in range(6000)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        state = Blocks(MODEL, BLOCK, "CPU")
+        for key in keys:
+            state.offer(SegmentKey(bytes(bytearray(key))), bytes(bytearray(b"xyz")))
+        assert tracemalloc.get_traced_memory()[0] - before <= state.kept_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_restatement_of_many_segments_begins_with_the_clearing() -> None:
