@@ -301,7 +301,8 @@ class DiskStore:
         self.keys = keys
         names = own_names(self._files)
         identity = read_identity(self._files)
-        reason = _refusal(identity, cluster) if names else ""
+        # A process that was killed at its first start leaves an identity that has not its name yet, and nothing else.
+        reason = _refusal(identity, cluster) if names and names != [_FRESH_IDENTITY] else ""
         if reason:
             self._keep_aside(names, reason)
             identity = None
