@@ -103,6 +103,10 @@ class _Content(msgspec.Struct, array_like=True):
     """Paths of the devices that were used, the oldest first."""
 
 
+_DECODER = msgspec.msgpack.Decoder(_Content)
+"""Made once: msgspec ends the process where two threads are the first to use a type at the same time."""
+
+
 class StandingOrders:
     """The orders of one daemon. Its methods may be called from any thread and do not block, but for `load` and `take`;
     `save` is called on the loop."""
@@ -411,7 +415,7 @@ def _decoded(copy: bytes) -> _Content | None:
     if magic != _MAGIC or len(data) != length or digest != _digest(version, data):
         return None
     with contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.msgpack.decode(data, type=_Content)
+        return _DECODER.decode(data)
     return None
 
 

@@ -107,6 +107,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool = False
 
 
+_DECODER = msgspec.json.Decoder(Identity)
+"""Made once: msgspec ends the process where two threads are the first to use a type at the same time."""
+
+
 class Place(NamedTuple):
     """One entry of a batch: the place of a segment, and the facts about the segment that the table keeps."""
 
@@ -144,7 +148,7 @@ def read_identity(files: Files) -> Identity | None:
 
 def _decoded(data: bytes) -> Identity | None:
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(data, type=Identity)
+        return _DECODER.decode(data)
     return None
 
 
