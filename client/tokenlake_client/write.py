@@ -123,7 +123,6 @@ class Write:
         indices = tuple(index for index, _ in self.slots)
         self._done = True
         self._seal()
-        self._grants.end_filling(self._link)
         try:
             codes = self._publish(indices, mask, checksums)
         except BaseException:
@@ -131,6 +130,9 @@ class Write:
             # back; published slots are not affected.
             self._grants.drop_write(self._link, self.id, abort=True)
             raise
+        finally:
+            # Behind the answer: a pool that was closed leaves the daemon with its last write.
+            self._grants.end_filling(self._link)
         self._grants.drop_write(self._link, self.id, abort=False)
         for index, code in zip(indices, codes, strict=True):
             self.codes[index] = code

@@ -8,7 +8,10 @@ tier. A file has two equal copies::
 
 Its space is allocated when the daemon starts, so that a later order needs none. The copies are written and synced one
 after the other: a process that is killed, or a damaged sector, leaves one of them. The newest copy of all files counts
-for segments to be removed, and all of them together for retired weights.
+for segments to be removed, with those of this daemon, and all of them together for retired weights.
+
+A directory that is not in the setting `disk` any more may come back, at its path or at another one. So removals wait
+for it too, and a directory that was not used under its path before gets those of all directories.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ MAX_DROPPED_KEYS = 256
 """Limit of the keys of one removal; beyond it, all segments of the tenant are removed."""
 MAX_KEY_BYTES = 128 << 10
 """Limit of the bytes of keys of all removals that wait; beyond it, all segments of the tenant are removed."""
+MAX_ABSENT = 8
+"""Limit of the directories that were used earlier, are not in the setting `disk`, and are remembered."""
 COPY_BYTES = 512 << 10
 ANSWER_S = 5.0
 """Seconds in which a file has to be written."""
@@ -65,7 +70,7 @@ FORGOTTEN = Metric(
 )
 WAITING = Metric(
     "tokenlake_disk_waiting_removals",
-    "Removals of segments that wait until the device can be written",
+    "Removals of segments that wait until the device, one of the setting `disk`, can be written",
     "path",
     kind="gauge",
 )
@@ -94,6 +99,12 @@ class _Content(msgspec.Struct, array_like=True):
     """By tenant: (digest of the digest of the weights, bytes of a segment)."""
     drops: dict[str, list[Drop]] = {}
     """By path of the device."""
+    directories: list[str] = []
+    """Paths of the devices that were used, the oldest first."""
+
+
+_DECODER = msgspec.msgpack.Decoder(_Content)
+"""Made once: msgspec ends the process where two threads are the first to use a type at the same time."""
 
 
 class StandingOrders:
@@ -103,6 +114,7 @@ class StandingOrders:
     def __init__(self, home: Path, directories: Sequence[str] = (), tenants: int = 1) -> None:
         """`home`: the file that is always written; `directories`: those of the disk tier; `tenants`: their number."""
         self._files = [_File(home), *(_File(Path(each, FILE)) for each in directories)]
+        self._directories = frozenset(directories)
         self._most = max(1, min(MAX_RETIRED, MAX_ALL_RETIRED // tenants))
         self._most_sizes = max(1, MAX_SIZES // tenants)
         self._lock = threading.Lock()
@@ -111,6 +123,10 @@ class StandingOrders:
         self._retired: dict[str, OrderedDict[bytes, None]] = {}
         self._sizes: dict[str, OrderedDict[tuple[bytes, int], None]] = {}
         self._drops: dict[str, list[Drop]] = {}
+        self._fresh: list[tuple[str, Drop]] = []
+        """Removals that were ordered since the start and wait: no file that is read later has them."""
+        self._used: OrderedDict[str, None] = OrderedDict()
+        """Paths of the devices that were used."""
         self._forgotten = 0
 
     def load(self) -> None:
@@ -145,9 +161,14 @@ class StandingOrders:
             for tenant, sizes in found.sizes.items():
                 for size in sizes:
                     self._add_size(tenant, size)
+            for path in found.directories:
+                self._use(path)
             if found.version > self._version:
                 self._version = found.version
                 self._drops = {path: list(drops) for path, drops in found.drops.items()}
+                fresh, self._fresh = self._fresh, []
+                for path, drop in fresh:
+                    self._drop(path, drop)
 
     # -- retired weights
 
@@ -196,24 +217,64 @@ class StandingOrders:
     def drop(self, path: str, drop: Drop) -> None:
         """Segments are to be removed from the device at `path` once it can be written."""
         with self._lock:
-            keys = sum(len(each.keys) for drops in self._drops.values() for each in drops) + len(drop.keys)
-            if len(drop.keys) > MAX_DROPPED_KEYS * KEY_BYTES or (drop.keys and keys > MAX_KEY_BYTES):
-                drop = Drop(drop.tenant)
-            waiting = self._drops.setdefault(path, [])
-            if drop not in waiting:
-                waiting.append(drop)
-            if len(waiting) > MAX_DROPS:
-                log.warning("%s: more than %d removals wait, so that all segments are removed", path, MAX_DROPS)
-                waiting[:] = [Drop("")]
+            self._drop(path, drop)
+
+    def drop_absent(self, drop: Drop) -> None:
+        """Segments are to be removed from the devices that were used earlier and are not configured now."""
+        with self._lock:
+            for path in self._absent():
+                self._drop(path, drop)
+
+    def _drop(self, path: str, drop: Drop) -> None:
+        keys = sum(len(each.keys) for drops in self._drops.values() for each in drops) + len(drop.keys)
+        if len(drop.keys) > MAX_DROPPED_KEYS * KEY_BYTES or (drop.keys and keys > MAX_KEY_BYTES):
+            drop = Drop(drop.tenant)
+        waiting = self._drops.setdefault(path, [])
+        if drop not in waiting:
+            waiting.append(drop)
+        if len(waiting) > MAX_DROPS:
+            log.warning("%s: more than %d removals wait, so that all segments are removed", path, MAX_DROPS)
+            waiting[:] = [Drop("")]
+        self._fresh = [each for each in self._fresh if each[0] != path or each[1] in waiting]
+        if (path, waiting[-1]) not in self._fresh:
+            self._fresh.append((path, waiting[-1]))
 
     def drops(self, path: str) -> list[Drop]:
-        """The removals that wait for the device at `path`."""
+        """The removals that wait for the device at `path`; those of all devices where it was not used there before."""
         with self._lock:
-            return list(self._drops.get(path, ()))
+            if path in self._used:
+                return list(self._drops.get(path, ()))
+            return list(dict.fromkeys(each for drops in self._drops.values() for each in drops))
+
+    def use(self, path: str) -> bool:
+        """The device at `path` is used from now on, and `drops` were carried out there. Returns True if that is new."""
+        with self._lock:
+            return self._use(path)
+
+    def _use(self, path: str) -> bool:
+        if path in self._used:
+            return False
+        self._used[path] = None
+        absent = self._absent()
+        if len(absent) > MAX_ABSENT:
+            log.warning("%s is forgotten: more than %d earlier directories of the disk tier", absent[0], MAX_ABSENT)
+            del self._used[absent[0]]
+            self._drops.pop(absent[0], None)
+        return True
+
+    def _absent(self) -> list[str]:
+        return [path for path in self._used if path not in self._directories]
+
+    @property
+    def waiting(self) -> bool:
+        """True while removals wait for a device."""
+        with self._lock:
+            return bool(self._drops)
 
     def dropped(self, path: str, drops: Sequence[Drop]) -> None:
         """These removals were carried out."""
         with self._lock:
+            self._fresh = [each for each in self._fresh if each[0] != path or each[1] not in drops]
             left = [each for each in self._drops.get(path, ()) if each not in drops]
             if left:
                 self._drops[path] = left
@@ -232,6 +293,7 @@ class StandingOrders:
                 {tenant: list(each) for tenant, each in self._retired.items()},
                 {tenant: list(each) for tenant, each in self._sizes.items()},
                 {path: list(each) for path, each in self._drops.items()},
+                list(self._used),
             )
         data = msgspec.msgpack.encode(content)
         answers = [file.save(content.version, data, loop) for file in self._files]
@@ -248,7 +310,8 @@ class StandingOrders:
     def gauges(self) -> list[Level]:
         """The gauges, for the metrics page."""
         with self._lock:
-            waiting = [Level(WAITING, (path,), len(drops)) for path, drops in self._drops.items()]
+            configured = ((path, drops) for path, drops in self._drops.items() if path in self._directories)
+            waiting = [Level(WAITING, (path,), len(drops)) for path, drops in configured]
             return [Level(FORGOTTEN, (), self._forgotten), *waiting]
 
 
@@ -352,7 +415,7 @@ def _decoded(copy: bytes) -> _Content | None:
     if magic != _MAGIC or len(data) != length or digest != _digest(version, data):
         return None
     with contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.msgpack.decode(data, type=_Content)
+        return _DECODER.decode(data)
     return None
 
 

@@ -30,6 +30,7 @@ from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
 from tokenlake_client.grants import END, Grants, LeaseHold, closed_with_arrays
+from tokenlake_client.write import Write
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -97,6 +98,24 @@ def test_a_closed_pool_leaves_with_its_last_write(cluster: Cluster) -> None:
     assert set(write.commit()) == {Code.COMMITTED}
     del write, array
     wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+
+
+def test_a_closed_pool_waits_for_the_answer_to_a_commit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = cluster.connect(0, LAYOUT)
+    prompt = Prompt(77, 2)
+    write = pool.store(pool.prefix(prompt.tokens).keys)
+    pool.close()
+    publish = Write._publish
+
+    def late(write: Write, indices: tuple[int, ...], mask: int, checksums: bytes) -> bytes:
+        # As the thread of the pool does meanwhile.
+        assert not pool._grants.leave_if_free()
+        return publish(write, indices, mask, checksums)
+
+    monkeypatch.setattr(Write, "_publish", late)
+    write.fill(prompt.fill)
+    assert set(write.commit()) == {Code.COMMITTED}
+    wait_until(lambda: pool._grants.left, "the pool has left")
 
 
 def test_a_closed_pool_outlives_a_broken_connection(cluster: Cluster) -> None:

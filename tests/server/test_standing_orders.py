@@ -17,6 +17,7 @@ from tokenlake_client import Pool
 from tokenlake_server.disk.store import Identity, pack_identity
 from tokenlake_server.standing_orders import (
     COPY_BYTES,
+    MAX_ABSENT,
     MAX_DROPPED_KEYS,
     MAX_DROPS,
     MAX_RETIRED,
@@ -105,6 +106,46 @@ def test_each_place_is_enough(tmp_path: Path) -> None:
     assert orders_of(tmp_path / "home", one, two).is_retired("red", "w1")
 
 
+def test_a_newer_file_that_comes_late_replaces_no_order(tmp_path: Path) -> None:
+    """The file of the state directory is lost, and a device answers after an eviction."""
+    disk, away = tmp_path / "disk", tmp_path / "away"
+    disk.mkdir()
+    orders = orders_of(tmp_path / "lost", disk)
+    for _ in range(3):
+        saved(orders)
+    disk.rename(away)
+    orders = orders_of(tmp_path / "home", disk)
+    orders.drop(str(disk), Drop("red"))
+    away.rename(disk)
+    orders.take(str(disk))
+    assert orders.drops(str(disk)) == [Drop("red")]
+    orders.dropped(str(disk), [Drop("red")])
+    assert not orders.waiting
+
+
+def test_removals_wait_for_a_directory_that_left(tmp_path: Path) -> None:
+    """It may come back at its path or at another one."""
+    one, two = (str(tmp_path / each) for each in ("one", "two"))
+    orders = orders_of(tmp_path / "home", Path(one))
+    assert orders.use(one)
+    assert not orders.use(one)
+    saved(orders)
+    orders = orders_of(tmp_path / "home", Path(two))
+    assert orders.use(two)
+    orders.drop_absent(Drop("red"))
+    assert orders.drops(two) == []
+    assert orders.drops(one) == orders.drops("/mnt/new") == [Drop("red")]
+    assert not [each for each in orders.gauges() if each.values == (one,)]
+    saved(orders)
+    orders = orders_of(tmp_path / "home", Path(one), Path(two))
+    assert orders.drops(one) == [Drop("red")]
+    for number in range(MAX_ABSENT + 1):
+        orders.use(f"/{number}")
+    orders.drop_absent(Drop("blue"))
+    assert orders.drops("/0") == orders.drops("/new") == [Drop("red"), Drop("blue")]  # forgotten
+    assert orders.drops("/1") == [Drop("blue")]
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     orders = orders_of(tmp_path / "missing" / "orders", tmp_path)
     orders.retire("red", "w1")
@@ -143,15 +184,22 @@ def test_the_orders_have_limits(tmp_path: Path) -> None:
     for number in range(3):
         shared.retire("red", str(number))
     assert [shared.is_retired("red", str(number)) for number in range(3)] == [False, True, True]
-    orders.drop("/disk", Drop("red", 0, bytes(KEY_BYTES * (MAX_DROPPED_KEYS + 1))))
-    assert orders.drops("/disk") == [Drop("red")]
+    disks = [tmp_path / str(number) for number in range(20)]
+    orders = orders_of(tmp_path / "orders", *disks)
+    first, *others = map(str, disks)
+    for each in (first, *others):
+        orders.use(each)
+    orders.drop(first, Drop("red", 0, bytes(KEY_BYTES * (MAX_DROPPED_KEYS + 1))))
+    assert orders.drops(first) == [Drop("red")]
     for number in range(MAX_DROPS):
-        orders.drop("/disk", Drop("blue", number + 1))
-    assert orders.drops("/disk") == [Drop("")]
-    for number in range(20):
-        orders.drop(f"/disk{number}", Drop("blue", 0, bytes(KEY_BYTES * MAX_DROPPED_KEYS)))
-    assert orders.drops("/disk15")[0].keys
-    assert orders.drops("/disk16") == [Drop("blue")]
+        orders.drop(first, Drop("blue", number + 1))
+    assert orders.drops(first) == [Drop("")]
+    for each in others:
+        orders.drop(each, Drop("blue", 0, bytes(KEY_BYTES * MAX_DROPPED_KEYS)))
+    assert orders.drops(others[15])[0].keys
+    assert orders.drops(others[16]) == [Drop("blue")]
+    for disk in disks:
+        disk.mkdir()
     assert saved(orders) == []
 
 
@@ -254,3 +302,64 @@ def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> No
             assert lease.hits == 0
         assert total(node, "tokenlake_disk_segments") == 0
         wait_until(lambda: total(node, "tokenlake_disk_waiting_removals") == 0, "nothing waits")
+
+
+@pytest.mark.live
+def test_segments_evicted_while_their_disk_is_away_are_gone(tmp_path: Path) -> None:
+    """The disk leaves the setting, and comes back at another path."""
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    one, two, moved = (tmp_path / each for each in ("one", "two", "moved"))
+    one.mkdir()
+    two.mkdir()
+    with Cluster(1, "8MiB", "1MiB", disk=f"{one}:64MiB") as cluster:
+        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 8)
+        node.wait_disk()
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, prompt)
+        for disk in (two, moved):
+            node.stop()
+            node.settings["disk"] = f"{disk}:64MiB"
+            node.start()
+            cluster.wait_ready()
+            node.wait_disk()
+            if disk is two:
+                with local(node) as control:
+                    assert not control.evict(everything=True).unremoved
+                one.rename(moved)
+        wait_until(lambda: f"{moved} has" in node.log.read_text(), "the device was searched")
+        with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
+            assert lease.hits == 0
+
+
+@pytest.mark.live
+def test_evicted_segments_do_not_return_with_their_key(tmp_path: Path) -> None:
+    """The key of the setting `disk_keys` with which they are encrypted is away while an operator evicts them."""
+    pytest.importorskip("grpc")
+    from tests.server.control.scene import local
+
+    file, disk = tmp_path / "settings.toml", tmp_path / "disk"
+    disk.mkdir()
+    file.touch(0o600)
+    old, new = (f'"{os.urandom(32).hex()}"' for _ in range(2))
+    file.write_text(f"disk_keys = [{old}]")
+    with Cluster(1, "8MiB", "1MiB", disk=f"{disk}:64MiB", config=str(file)) as cluster:
+        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 3)
+        for keys in ([new, old], [new], [new, old]):
+            node.wait_disk()
+            if keys == [new]:
+                # The slab has segments of both keys.
+                prompt = Prompt(2, 3)
+            with cluster.connect(0, LAYOUT) as pool:
+                store(pool, prompt)
+            if keys == [new, old] and prompt.tokens == Prompt(2, 3).tokens:
+                with local(node) as control:
+                    control.evict(everything=True)
+            node.stop()
+            file.write_text(f"disk_keys = [{', '.join(keys)}]")
+            node.start()
+            cluster.wait_ready()
+        node.wait_disk()
+        with cluster.connect(0, LAYOUT) as pool, match(pool, Prompt(1, 3), 2.0) as lease:
+            assert lease.hits == 0

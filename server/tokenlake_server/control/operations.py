@@ -340,8 +340,7 @@ class Admin:
             evicted, kept = evicted + done.evicted, kept + done.kept
             reached = set(done.reached) if reached is None else reached.intersection(done.reached)
         unremoved = await self._bridge.call(lambda: self._disk.drop(drop, reached or set()))
-        waiting = self._config.disk and len(reached or ()) < len(self._config.disk)
-        unrecorded = await self._bridge.coroutine(self._orders.save) if waiting else []
+        unrecorded = await self._bridge.coroutine(self._orders.save) if self._orders.waiting else []
         return pb.EvictResponse(evicted=evicted, kept=kept, unremoved=unremoved, unrecorded=unrecorded)
 
     async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:

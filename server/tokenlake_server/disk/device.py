@@ -223,8 +223,8 @@ class _Queue:
 
 
 class Device:
-    """A device of the setting `disk`. `start`, `read`, `write`, `erase`, `remove`, `forget`, `trim`, `abort`, `watch`
-    and `state` are called on the control loop and never block; `close` blocks."""
+    """A device of the setting `disk`. `start`, `read`, `write`, `erase`, `remove`, `forget`, `trim`, `abort`, `watch`,
+    `knows_all` and `state` are called on the control loop and never block; `close` blocks."""
 
     def __init__(
         self,
@@ -352,6 +352,12 @@ class Device:
             oldest = min(self._running.values(), default=now)
         if now - oldest > self._patience.slow_s:
             self._set_aside(f"slow: an operation takes more than {self._patience.slow_s:g} s")
+
+    @property
+    def knows_all(self) -> bool:
+        """False where segments of the device are not known to the rules, because their key is not in `disk_keys`."""
+        with self._changed:
+            return self._store is not None and not self._store.unreadable
 
     @property
     def state(self) -> DeviceState:
@@ -584,9 +590,12 @@ class Device:
         drops = around.orders.drops(self.path)
         found = store.open(around.cluster, around.node, around.keys, drops)
         self._capacity = self._room(store, full=rates is None)
+        first = around.orders.use(self.path)
         if drops:
             around.orders.dropped(self.path, drops)
+        if drops or first:
             around.orders_changed()
+        if drops:
             log.info("%s: segments that operators evicted earlier are removed", self.path)
         if store.aside:
             log.error("%s: %s", self.path, store.aside)

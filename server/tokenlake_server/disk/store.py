@@ -107,6 +107,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool = False
 
 
+_DECODER = msgspec.json.Decoder(Identity)
+"""Made once: msgspec ends the process where two threads are the first to use a type at the same time."""
+
+
 class Place(NamedTuple):
     """One entry of a batch: the place of a segment, and the facts about the segment that the table keeps."""
 
@@ -144,7 +148,7 @@ def read_identity(files: Files) -> Identity | None:
 
 def _decoded(data: bytes) -> Identity | None:
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(data, type=Identity)
+        return _DECODER.decode(data)
     return None
 
 
@@ -301,7 +305,8 @@ class DiskStore:
         self.keys = keys
         names = own_names(self._files)
         identity = read_identity(self._files)
-        reason = _refusal(identity, cluster) if names else ""
+        # A process that was killed at its first start leaves an identity that has not its name yet, and nothing else.
+        reason = _refusal(identity, cluster) if names and names != [_FRESH_IDENTITY] else ""
         if reason:
             self._keep_aside(names, reason)
             identity = None

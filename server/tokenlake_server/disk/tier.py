@@ -154,11 +154,12 @@ class DiskTier:
 
     def drop(self, drop: Drop, reached: Collection[int]) -> list[str]:
         """Segments are evicted by an order, and the rules have erased them from the devices with the numbers `reached`.
-        From the others they are removed before these are used again; the caller saves the orders. Returns a text for
-        each device where that may take long."""
+        From the others they are removed before these are used again, also from those that are not configured now; the
+        caller saves the orders. Returns a text for each configured device where that may take long."""
         unremoved = []
+        self._orders.drop_absent(drop)
         for device in self._devices:
-            if device.number not in reached:
+            if device.number not in reached or not device.knows_all:
                 self._orders.drop(device.path, drop)
                 if problem := device.remove():
                     unremoved.append(f"{device.path}: {problem}")

@@ -55,6 +55,15 @@ def test_the_same_bytes_after_a_restart(tmp_path: Path, keys: tuple[bytes, ...],
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
+def test_an_identity_without_its_name_is_written_anew() -> None:
+    """The daemon was killed while it began to use the directory."""
+    medium = Medium()
+    medium.names["tokenlake-disk.new"] = Inode()
+    store, _ = opened(MediumFiles(medium))
+    assert not store.aside
+    assert sorted(medium.names) == [IDENTITY]
+
+
 def test_content_comes_back() -> None:
     medium = Medium()
     for keys in (DiskKeys(), DiskKeys([NEW])):
