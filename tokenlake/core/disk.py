@@ -330,19 +330,24 @@ class Disk:
         self._emit_forgotten()
         return dropped
 
-    def forget_some(self, tenant: TenantId, slot_bytes: int, start: int, entries: int) -> tuple[int, int | None]:
+    def forget_some(
+        self, tenant: TenantId, slot_bytes: int, start: int, entries: int
+    ) -> tuple[int, list[Segment], int | None]:
         """Drop the tenant's copies on disk (of the size `slot_bytes`, if it is not 0) of the entries from `start` on.
-        The reason is an order of an operator. Returns how many there were, and the number at which to continue (None at
-        the end)."""
+        The reason is an order of an operator. Returns how many segments were on disk alone, those that are in memory
+        too, and the number at which to continue (None at the end)."""
         found, behind = self._tier.walk(start, entries)
-        dropped = 0
+        dropped, resident = 0, list[Segment]()
         for entry in found:
             slab = self._tier.slab(entry)
             if slab.tenant == tenant and slot_bytes in (0, slab.slot_bytes):
+                if entry in slab.resident:
+                    resident.append(slab.resident[entry][0])
+                else:
+                    dropped += 1
                 self._tier.forget(entry, OPERATOR_RULE, erase=True)
-                dropped += 1
         self._emit_forgotten()
-        return dropped, behind
+        return dropped, resident, behind
 
     def _emit_forgotten(self, *, tell: bool = True) -> None:
         """Tell the file layer which segments on disk are void, and, if `tell`, the directory nodes of those that this

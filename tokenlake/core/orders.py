@@ -48,8 +48,10 @@ class Orders:
             nonlocal cursor, on_disk, evicted, kept
             if cursor is None:
                 assert on_disk is not None
-                dropped, on_disk = self._disk.forget_some(tenant, slot_bytes, on_disk, MAX_ORDERED)
-                evicted += dropped
+                # Some of them came back to memory behind the cursor of the walk through it.
+                dropped, resident, on_disk = self._disk.forget_some(tenant, slot_bytes, on_disk, MAX_ORDERED)
+                some = self._evict(resident)
+                evicted, kept = evicted + dropped + some[0], kept + some[1]
                 if on_disk is None:
                     self._under_way -= 1
                     self._disk.end_erasure(erasure)

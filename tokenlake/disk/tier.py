@@ -240,16 +240,13 @@ class DiskTier:
         return self.note(entry).hints.access, max(0.0, now - at)
 
     def walk(self, start: int, entries: int) -> tuple[list[int], int | None]:
-        """Examines the `entries` numbers of entries from `start` on. Returns those of segments that are on a device and
-        not in memory, and the number at which the walk continues (None at the end)."""
+        """Examines the `entries` numbers of entries from `start` on. Returns those of segments on devices, and the
+        number at which the walk continues (None at the end)."""
         index, limit = self._index, min(self._index.limit, start + entries)
         found = [
             entry
             for entry in range(start, limit)
-            if index.holds(entry)
-            and entry not in self._writing
-            and not (slab := self.slab(entry)).void
-            and entry not in slab.resident
+            if index.holds(entry) and entry not in self._writing and not self.slab(entry).void
         ]
         return found, limit if limit < index.limit else None
 
