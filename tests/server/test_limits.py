@@ -72,10 +72,11 @@ def regions_mapped(node: Node) -> int:
     return sum("/memfd:tokenlake-" in line for line in maps)
 
 
-def limit_memory(node: Node, nbytes: int) -> None:
-    """Let the daemon map so many bytes in total."""
+def limit_regions(node: Node, nbytes: int) -> None:
+    """Let the files of the daemon's regions have so many bytes each. A limit of its address space would take memory
+    from the interpreter too."""
     assert node.process is not None
-    resource.prlimit(node.process.pid, resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
+    resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
 def test_a_region_is_replaced_once_there_is_memory() -> None:
@@ -87,14 +88,14 @@ def test_a_region_is_replaced_once_there_is_memory() -> None:
             store(former, Prompt(1, 4))
             wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 0, "stored")
         assert regions_mapped(node) == 1
-        limit_memory(node, 1)
+        limit_regions(node, 256 << 10)
         with cluster.connect(0, WIDE) as newcomer:
             prompt = Prompt(2, 2)
             keys = newcomer.prefix(prompt.tokens).keys
             wait_until(lambda: "memory for region" in node.log.read_text(), "it says so")
             assert regions_mapped(node) == 0, "the old memory is given back first"
             assert outcomes(bytes(newcomer.store(keys).codes)) == {Code.NO_REGION}
-            limit_memory(node, resource.RLIM_INFINITY)
+            limit_regions(node, resource.RLIM_INFINITY)
             wait_until(lambda: total(node, "tokenlake_slots") > 0, "it tried again")
             assert regions_mapped(node) == 1
             assert outcomes(newcomer.store_all(keys, lambda at, array: array.fill(at + 1), patience=LIMIT_S)) == {
