@@ -26,8 +26,8 @@ from tokenlake_server.kv_events.encoding import AllBlocksCleared, BlockRemoved, 
 __all__ = ["ENTRY_BYTES", "MAX_PENDING_BYTES", "ROOT_S", "Blocks", "charge_of"]
 
 MAX_PENDING_BYTES = 16 << 20
-"""Limit of the contents of segments that are not READY, because they are still to come or have left; the oldest are
-dropped beyond it."""
+"""Limit of the contents of segments that are not READY, because they are still to come or have left, of one stream; the
+oldest are dropped beyond it."""
 ENTRY_BYTES = 512
 """Bytes that are charged for each of them beside its content: its key and its places in tables. An engine may send any
 number of short contents."""
@@ -61,12 +61,14 @@ class _Root:
 class Blocks:
     """The state of one stream. Not thread-safe but for `content`."""
 
-    def __init__(self, model: str, block_tokens: int, medium: str) -> None:
+    def __init__(self, model: str, block_tokens: int, medium: str, pending_bytes: int = MAX_PENDING_BYTES) -> None:
+        """`pending_bytes`: limit of the contents of segments that are not READY."""
         self._model = model
         self._block_tokens = block_tokens
         self._medium = medium
         self._pending: OrderedDict[SegmentKey, bytes] = OrderedDict()
         self._pending_bytes = 0
+        self._pending_limit = pending_bytes
         self._present: dict[SegmentKey, _Segment] = {}
         """The READY segments whose content is known, in the order in which they were stored."""
         self._published: set[int] = set()
@@ -120,7 +122,7 @@ class Blocks:
         self._pending[key] = content
         self._pending.move_to_end(key)
         self._pending_bytes += charge_of(content) - (0 if before is None else charge_of(before))
-        while self._pending_bytes > MAX_PENDING_BYTES:
+        while self._pending_bytes > self._pending_limit:
             self._forget(next(iter(self._pending)))
 
     def _forget(self, key: SegmentKey) -> None:

@@ -34,7 +34,7 @@ from tokenlake.store import Cursor, State
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.contents import Contents, StreamState
 from tokenlake_server.driver import Driver
-from tokenlake_server.kv_events.blocks import Blocks, charge_of
+from tokenlake_server.kv_events.blocks import MAX_PENDING_BYTES, Blocks, charge_of
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
 from tokenlake_server.kv_events.listener import MAX_READERS, MAX_READERS_OF_ALL, MAX_READERS_OF_ONE, Room
 from tokenlake_server.kv_events.replay import Replay
@@ -124,6 +124,8 @@ RESTATE_PAUSE_S = 0.001
 """Seconds between two messages that tell the blocks anew, so that readers keep up."""
 MAX_REPLAY_BYTES = 16 << 20
 """Limit of the bytes of the messages that a stream keeps: about 13,000 stored segments of 256 tokens."""
+FULL_STREAMS = 2
+"""Number of streams that have all of `MAX_REPLAY_BYTES` and `MAX_PENDING_BYTES`; more of them share as much."""
 MAX_INBOX_BYTES = 32 << 20
 """Limit of the contents that wait for a round, in equal parts for the tenants with streams; further ones are dropped,
 and their segments are not published."""
@@ -136,10 +138,13 @@ ROOT = 0
 class _Stream:
     """One stream: the segments of a tenant and a model."""
 
-    def __init__(self, config: KvEventStream, sequence: int) -> None:
+    def __init__(self, config: KvEventStream, sequence: int, streams: int) -> None:
+        """`streams`: the number of streams of the daemon, which share the memory of `FULL_STREAMS`."""
         self.config = config
-        self.blocks = Blocks(config.model, config.block_tokens, config.medium)
-        self.replay = Replay(MAX_REPLAY_BYTES)
+        part = max(1.0, streams / FULL_STREAMS)
+        pending = int(MAX_PENDING_BYTES / part)
+        self.blocks = Blocks(config.model, config.block_tokens, config.medium, pending)
+        self.replay = Replay(int(MAX_REPLAY_BYTES / part))
         self.sequence = sequence
         self.messages = 0
         self.wanted = True
@@ -172,7 +177,7 @@ class KvEvents(Contents):
         first = driver.core.config.incarnation // 1000
         self._streams: dict[str, list[_Stream]] = {}
         for stream in config.kv_events:
-            self._streams.setdefault(stream.tenant, []).append(_Stream(stream, first))
+            self._streams.setdefault(stream.tenant, []).append(_Stream(stream, first, len(config.kv_events)))
         self._models = {tenant: tuple(each.config.model for each in own) for tenant, own in self._streams.items()}
         self._inbox: deque[tuple[int, str, list[SegmentKey], Sequence[bytes]]] = deque()
         """Contents, with the number of the newest change before they were offered."""

@@ -20,7 +20,6 @@ from tests.server.kv_events.readers import Llmd
 from tokenlake.content import contents_of
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_server.kv_events import blocks
 from tokenlake_server.kv_events.blocks import ROOT_S, Blocks
 from tokenlake_server.kv_events.encoding import ENCODINGS, AllBlocksCleared, encode
 
@@ -227,10 +226,9 @@ def test_changes_that_were_missed() -> None:
     node.check()
 
 
-def test_contents_that_never_become_ready_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_that_never_become_ready_are_bounded() -> None:
     """The contents of segments that never become ready are bounded."""
-    monkeypatch.setattr(blocks, "MAX_PENDING_BYTES", 10_000)
-    state = Blocks(MODEL, BLOCK, "CPU")
+    state = Blocks(MODEL, BLOCK, "CPU", 10_000)
     chains = [prompt([number]) for number in range(100)]
     for number, chain in enumerate(chains):
         state.offer(chain.keys[0], contents_of(chain, tokens_of([number]), range(1), MODEL)[0])

@@ -14,12 +14,14 @@ import zmq
 from tests.robustness.live import wait_until
 from tests.server.kv_events.scene import MODEL, Stream
 from tokenlake.config import ServerConfig, load_config
+from tokenlake.config.values import KvEventStream
 from tokenlake.core import NodeCore
 from tokenlake.identity import SegmentKey
 from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.daemon import core_config
 from tokenlake_server.driver import Driver
-from tokenlake_server.kv_events import listener
+from tokenlake_server.kv_events import listener, publisher
+from tokenlake_server.kv_events.blocks import ENTRY_BYTES
 from tokenlake_server.kv_events.publisher import (
     DROPPED,
     LONG,
@@ -156,3 +158,15 @@ def test_the_limits_of_a_socket_and_of_all_streams(monkeypatch: pytest.MonkeyPat
                 writer.close()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("streams", "kept"), [(1, 100), (2, 100), (8, 25)])
+def test_many_streams_share_the_memory_of_two(monkeypatch: pytest.MonkeyPatch, streams: int, kept: int) -> None:
+    monkeypatch.setattr(publisher, "MAX_REPLAY_BYTES", 1000)
+    monkeypatch.setattr(publisher, "MAX_PENDING_BYTES", 1000 * ENTRY_BYTES)
+    stream = publisher._Stream(KvEventStream(tenant="red", model="m", block_tokens=16), 0, streams)
+    for number in range(200):
+        stream.replay.add(number, bytes(10))
+        stream.blocks.offer(SegmentKey(number.to_bytes(32, "big")), b"c")
+    assert stream.replay.end - (stream.replay.next(0) or (0,))[0] == kept
+    assert stream.blocks.kept_bytes <= 1000 * ENTRY_BYTES * 2 / max(2, streams)
