@@ -1,7 +1,7 @@
 """The connections of readers: of events, and of replays.
 
 A reader is a position in the messages that the stream keeps anyway: one that reads slowly costs no memory, and misses
-those that are dropped before it comes to them. What it sends is read a little at a time, and a subscription is kept as
+those that are dropped before it comes to them. Its messages are read a little at a time, and a subscription is kept as
 a length, because it either is a beginning of the topic of the stream or of no use.
 """
 

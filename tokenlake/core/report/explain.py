@@ -32,7 +32,7 @@ from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["Explain", "RecentRequest", "Trail", "alone"]
+__all__ = ["Explain", "RecentRequest", "Trail"]
 
 MAX_TRAILS = 1024
 """Maximum number of requests that are remembered for `tokenlake explain`; the oldest are forgotten first."""
@@ -122,7 +122,7 @@ class Trail:
         return MissReason.LOST, f"{place} did not have it any more" + (f": {rule}" if rule else "")
 
 
-def alone(first: Iterable[bytes]) -> int:
+def _alone(first: Iterable[bytes]) -> int:
     """How many requests begin with a segment that no other one has. `first`: the key of the first segment of each."""
     return sum(count == 1 for count in Counter(first).values())
 
@@ -326,7 +326,7 @@ class Explain:
             sums.engine_had,
             leaves_at,
             len(first),
-            alone(first),
+            _alone(first),
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
