@@ -131,14 +131,19 @@ class Plan:
         cluster = SimulatedCluster(options, finished, joining=2)
         _, arrivals = arguments.workload(print)
         last_s = arrivals[-1].at_s
-        changes = (cluster.add, cluster.add, partial(cluster.drain, 1), partial(cluster.drain, 2))
+        changes: tuple[Callable[[], object], ...] = (
+            cluster.add,
+            cluster.add,
+            partial(cluster.drain, 1),
+            partial(cluster.drain, 2),
+        )
         for number, change in enumerate(changes, 1):
-            cluster.clock.at(cluster.clock.now + last_s * number / 5, change)
+            cluster.clock.at(cluster.clock.now + last_s * number / 5, lambda change=change: change())
         cluster.run(arrivals)
         return Cell(
             name=self.name,
             seed=self.seed,
-            hits=hits / tokens,
+            hits=hits * segment / tokens,
             objective=None,
             moved_bytes=cluster.network.nbytes,
             messages=cluster.network.messages.total(),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.client import test_channel
-from tests.core import test_regions
+from tests.core.engines import test_regions
 from tests.robustness import test_findings, test_foreign_processes, test_memory, test_neighbour
 from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
 from tests.server import test_limits, test_peer_connections, test_standing_orders, test_what_is_written
