@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenlake.core.cluster import fetch
+from tokenlake.core.cluster import transfers as fetch
 from tokenlake.core.cluster.handover import HANDED_OVER
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SimulatedCluster

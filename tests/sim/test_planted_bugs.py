@@ -16,12 +16,12 @@ from tests.sim.plants import Plant, planted
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.checks import Checks
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.fetch import Transfers
 from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.serve import Serving
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.engines.grants import Grants, SessionGrants, Write
-from tokenlake.core.engines.match import _Found
+from tokenlake.core.engines.search import Found
 from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.instructions import AbortFetch
@@ -256,13 +256,13 @@ def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
 
 def independent_keys_end_at_a_gap(patch: pytest.MonkeyPatch) -> None:
     """Independent keys behind one that no node has are not leased, as if they were those of a prefix."""
-    original = _Found.places
+    original = Found.places
 
-    def places(self: _Found) -> list[int]:
+    def places(self: Found) -> list[int]:
         found = original(self)
         return [place for number, place in enumerate(found) if place == number]
 
-    patch.setattr(_Found, "places", places)
+    patch.setattr(Found, "places", places)
 
 
 SEEN_BY_ENGINES = (

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import events
-from tokenlake.core.cluster.fetch import Transfers
 from tokenlake.core.cluster.learned import Learned
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.serve import Serving
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.core.disk import Disk
 from tokenlake.core.engines.sessions import Sessions

@@ -15,13 +15,13 @@ from tokenlake.core import events
 from tokenlake.core.checks import Checks
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.drain import Drain
-from tokenlake.core.cluster.fetch import LeaseReads, Transfers
 from tokenlake.core.cluster.handover import Handover
 from tokenlake.core.cluster.learned import Learned
 from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
 from tokenlake.core.cluster.serve import Serving
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.disk import Disk
 from tokenlake.core.engines.access import Touches, with_access
@@ -29,6 +29,7 @@ from tokenlake.core.engines.corruption import Corruption
 from tokenlake.core.engines.grants import Grants
 from tokenlake.core.engines.match import Matches
 from tokenlake.core.engines.pieces import LongRequest, Pieces
+from tokenlake.core.engines.reads import LeaseReads
 from tokenlake.core.engines.sessions import Process, Session, Sessions
 from tokenlake.core.engines.survey import Survey
 from tokenlake.core.engines.waiting import InFlightMarkers, WaitingMatches

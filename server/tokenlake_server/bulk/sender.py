@@ -18,7 +18,7 @@ import time
 from typing import NamedTuple, cast
 
 from tokenlake.core import events
-from tokenlake.core.cluster.fetch import MAX_DEADLINE_S
+from tokenlake.core.cluster.transfers import MAX_DEADLINE_S
 from tokenlake.core.cluster.peers import LEAST_RATE
 from tokenlake.core.instructions import SendBulk
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError

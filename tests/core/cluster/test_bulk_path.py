@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.core.scenes import answer, calm, copies, fetch, match, offer, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
-from tokenlake.core.cluster.fetch import ABORTED, LONGEST_PAUSE_S, deadline_s
 from tokenlake.core.cluster.peers import LEAST_RATE, SUSPECTED, UNANSWERED, Peers
+from tokenlake.core.cluster.transfers import ABORTED, LONGEST_PAUSE_S, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import StartFetch
 from tokenlake.identity import NodeId, SegmentKey

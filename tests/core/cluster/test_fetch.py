@@ -27,9 +27,9 @@ from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tokenlake.core import events
-from tokenlake.core.cluster import fetch as fetches
 from tokenlake.core.cluster import peers
-from tokenlake.core.cluster.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
+from tokenlake.core.cluster import transfers as fetches
+from tokenlake.core.cluster.transfers import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
 from tokenlake.core.report.account import ASKED, Source
 from tokenlake.identity import SegmentKey

@@ -8,8 +8,8 @@ from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, pl
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
-from tokenlake.core.cluster.fetch import ABORTED, deadline_s
 from tokenlake.core.cluster.peers import PINGED, SUSPECTED, UNANSWERED, Peers
+from tokenlake.core.cluster.transfers import ABORTED, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.memory import Kind

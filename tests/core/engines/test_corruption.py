@@ -22,7 +22,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tests.sim.prompts import prompt
 from tokenlake.core import events
-from tokenlake.core.cluster.fetch import CORRUPT
+from tokenlake.core.cluster.transfers import CORRUPT
 from tokenlake.core.engines.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
 from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
 from tokenlake.core.report.account import Source

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.cluster.peers import Peer, Peers, Reply
+from tokenlake.core.cluster.transfers import OnArrival, Transfers, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels

@@ -21,8 +21,8 @@ from functools import partial
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.fetch import MAX_DEADLINE_S, OnArrival, Transfers, deadline_s
 from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.cluster.transfers import MAX_DEADLINE_S, OnArrival, Transfers, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import SendBulk
 from tokenlake.hints import NO_ACCESS, AccessRecord

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.fetch import Transfers
 from tokenlake.core.cluster.peers import Peers, Reply
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Located
 from tokenlake.identity import NodeId, SegmentKey, TenantId
