@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenlake.core.cluster import transfers as fetch
+from tokenlake.core.cluster import background
 from tokenlake.core.cluster.handover import HANDED_OVER
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SimulatedCluster
@@ -52,10 +52,10 @@ def test_a_flood_of_segments_takes_no_more_than_its_share(monkeypatch: pytest.Mo
     takes little more than twice as long."""
     alone = read_s(flood=False)
     beside = read_s(flood=True)
-    monkeypatch.setattr(fetch, "MAX_PIECES", 1000)
-    monkeypatch.setattr(fetch, "MAX_CREDIT", 1e18)
-    monkeypatch.setattr(fetch, "MAX_PIECE_BYTES", 1 << 40)
-    monkeypatch.setattr(fetch, "PIECE_S", 1e6)
+    monkeypatch.setattr(background, "MAX_PIECES", 1000)
+    monkeypatch.setattr(background, "MAX_CREDIT", 1e18)
+    monkeypatch.setattr(background, "MAX_PIECE_BYTES", 1 << 40)
+    monkeypatch.setattr(background, "PIECE_S", 1e6)
     unbounded = read_s(flood=True)
     assert beside < 2.5 * alone
     assert unbounded > 1.5 * beside

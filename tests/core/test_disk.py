@@ -13,8 +13,8 @@ from tests.sim.disk import Disk
 from tests.sim.engine import Engine, Reading
 from tests.sim.prompts import prompt
 from tokenlake.core import events
-from tokenlake.core.cluster.transfers import DAMAGED, READ
 from tokenlake.core.disk import KEPT, NOT_ERASED, WRITTEN
+from tokenlake.core.disk_reads import DAMAGED, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
 from tokenlake.core.report.account import Source
 from tokenlake.disk.reads import READS

@@ -18,8 +18,8 @@ import time
 from typing import NamedTuple, cast
 
 from tokenlake.core import events
-from tokenlake.core.cluster.transfers import MAX_DEADLINE_S
-from tokenlake.core.cluster.peers import LEAST_RATE
+from tokenlake.core.cluster.bulk_path import LEAST_RATE
+from tokenlake.core.cluster.transfer import MAX_DEADLINE_S
 from tokenlake.core.instructions import SendBulk
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES

@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.core.scenes import answer, calm, copies, fetch, match, offer, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
-from tokenlake.core.cluster.peers import LEAST_RATE, SUSPECTED, UNANSWERED, Peers
-from tokenlake.core.cluster.transfers import ABORTED, LONGEST_PAUSE_S, deadline_s
+from tokenlake.core.cluster.bulk_path import LEAST_RATE
+from tokenlake.core.cluster.peers import SUSPECTED, UNANSWERED, Peers
+from tokenlake.core.cluster.probes import LONGEST_PAUSE_S
+from tokenlake.core.cluster.transfer import ABORTED, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import StartFetch
 from tokenlake.identity import NodeId, SegmentKey
@@ -156,10 +158,10 @@ def test_the_assumed_rate_has_a_floor() -> None:
     peers = Peers(Context(calm(2).core(0).config), *4 * [lambda lost: None])
     node, nbytes = NodeId("n1"), 16 << 20
     for _ in range(20):
-        peers.missed(node, nbytes, 3600.0)
-    assert peers.predict_s(node, nbytes) == nbytes / LEAST_RATE
-    peers.measured(node, nbytes, 3600.0)
-    assert peers.predict_s(node, nbytes) == nbytes / LEAST_RATE
+        peers.path(node).missed(nbytes, 3600.0)
+    assert peers.path(node).predict_s(nbytes) == nbytes / LEAST_RATE
+    peers.path(node).measured(nbytes, 3600.0)
+    assert peers.path(node).predict_s(nbytes) == nbytes / LEAST_RATE
 
 
 def test_an_engine_limits_the_deadline_of_its_fetch() -> None:
@@ -171,8 +173,8 @@ def test_an_engine_limits_the_deadline_of_its_fetch() -> None:
     store(cluster, writer, keys)
     lease = match(cluster, reader, keys).lease
     peers, nbytes = cluster.core(1)._peers, sum(copies(cluster, key)[0].slot_bytes for key in keys)
-    peers._peers[NodeId("n0")].rate = nbytes / 2
-    assert deadline_s(peers.predict_s(NodeId("n0"), nbytes)) > 6.0
+    peers.path(NodeId("n0"))._rate = nbytes / 2
+    assert deadline_s(peers.path(NodeId("n0")).predict_s(nbytes)) > 6.0
     cluster.node(0).silent = True
     began = cluster.clock.now
     limited = answer(cluster, reader.processes[0], engine.Fetch, lease, 0, 2, 0.0, True, "", 0.3)

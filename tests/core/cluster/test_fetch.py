@@ -27,9 +27,9 @@ from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine
 from tokenlake.core import events
-from tokenlake.core.cluster import peers
+from tokenlake.core.cluster import bulk_path
 from tokenlake.core.cluster import transfers as fetches
-from tokenlake.core.cluster.transfers import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
+from tokenlake.core.cluster.background import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
 from tokenlake.core.report.account import ASKED, Source
 from tokenlake.identity import SegmentKey
@@ -175,7 +175,7 @@ def test_fetches_that_share_a_transfer_are_answered_in_turns(monkeypatch: pytest
 
 def test_a_fetch_without_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured time of this transfer is 0, so that it has no rate. It is aborted as any late transfer is."""
-    monkeypatch.setattr(peers, "MEASURED_BYTES", 1)
+    monkeypatch.setattr(bulk_path, "MEASURED_BYTES", 1)
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)

@@ -12,8 +12,8 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
 from tokenlake.core.cluster import handover
+from tokenlake.core.cluster.background import BackgroundLimit
 from tokenlake.core.cluster.handover import GRACE_S, HANDED_OVER
-from tokenlake.core.cluster.transfers import BackgroundLimit
 from tokenlake.core.instructions import StartFetch
 from tokenlake.directory.entries import Directory
 from tokenlake.hints import AccessRecord

@@ -9,7 +9,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
 from tokenlake.core.cluster.peers import PINGED, SUSPECTED, UNANSWERED, Peers
-from tokenlake.core.cluster.transfers import ABORTED, deadline_s
+from tokenlake.core.cluster.transfer import ABORTED, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.memory import Kind
@@ -214,14 +214,14 @@ def test_missed_deadlines_lengthen_the_next_ones() -> None:
     node, nbytes = NodeId("n1"), 16 << 20
     slow_s = nbytes / 10e6
     missed = 0
-    while (wait_s := deadline_s(peers.predict_s(node, nbytes))) < slow_s:
-        peers.missed(node, nbytes, wait_s)
+    while (wait_s := deadline_s(peers.path(node).predict_s(nbytes))) < slow_s:
+        peers.path(node).missed(nbytes, wait_s)
         missed += 1
         assert missed < 10
     assert missed > 1
-    before = peers.predict_s(node, nbytes)
-    peers.missed(node, 1000, 1.0)
-    assert peers.predict_s(node, nbytes) == before
+    before = peers.path(node).predict_s(nbytes)
+    peers.path(node).missed(1000, 1.0)
+    assert peers.path(node).predict_s(nbytes) == before
 
 
 def test_a_large_cluster_pings_few_peers_per_interval() -> None:

@@ -21,7 +21,8 @@ from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peer, Peers, Reply
-from tokenlake.core.cluster.transfers import OnArrival, Transfers, deadline_s
+from tokenlake.core.cluster.transfer import OnArrival, deadline_s
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels
@@ -126,7 +127,7 @@ class Handover:
             hints=first.hints,
         )
         self._offers += 1
-        wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, first.slot_bytes * len(segments)))
+        wait_s = GRACE_S + deadline_s(self._peers.path(node).predict_s(first.slot_bytes * len(segments)))
         self._peers.call(node, make, wait_s, partial(self._answered, node, segments, done), proves_life=False)
 
     def _emptiest(self) -> NodeId | None:
@@ -205,7 +206,7 @@ class Handover:
             for index, (key, depth) in enumerate(zip(keys, message.depths, strict=True))
         ]
         # No engine waits for these segments: half of the grace is left for the answer, before the offer expires.
-        predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
+        predicted = self._peers.path(node).predict_s(message.slot_bytes * len(keys))
         self._transfers.bring(
             node,
             tenant,

@@ -11,16 +11,7 @@ peer that leaves pings unanswered for `suspect_s` is SUSPECT, and is sent nothin
      ^                           |                                                 |
      +------- any frame ---------+------------------ any frame --------------------+
 
-The bulk path, over which segments come, has a health of its own: a peer may answer every ping although no segment can
-be fetched from it (a firewall, no descriptors left, a full backlog)::
-
-    delivers -- transfers to which no bytes came --> delivers nothing: no transfer begins, no match leases there
-       ^                                                                     |
-       +--- bytes come to a probe, which is repeated in the background ------+
-
-If the peer answers calls at once, one such transfer is enough. If it is slow to answer calls, its bulk path counts as
-dead only when transfers have together waited for `PATIENT_TRIPS` times its longest recent round trip, at most
-`suspect_s`.
+The bulk path, over which segments come, has a health of its own (`bulk_path`).
 
 In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
 A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
@@ -39,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from tokenlake.core.cluster.bulk_path import PATIENT_TRIPS, BulkPath
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.identity import Incarnation, NodeId, SegmentKey
@@ -63,25 +55,9 @@ UNANSWERED = Metric(
 Reply = wire.LookupReply | wire.OfferReply | wire.Pong | wire.ExplainMissingReply
 OnReply = Callable[[Reply | None], None]
 
-DEFAULT_RATE = 500e6
-"""Bytes per second assumed of a peer before the first fetch from it; a sixth of the rate of loopback TCP, so that the
-first deadline holds on a slower network."""
-MEASURED_BYTES = 1 << 20
-"""Minimum bytes of a fetch that counts for the measured rate: a smaller one measures the delay of the network and not
-its rate."""
-LEAST_RATE = 10e6
-"""Minimum of the rate assumed of a peer, in bytes per second (a network of 100 Mbit/s), so that the deadlines of
-fetches from a peer that sends next to nothing stop growing."""
-MAX_SLOWDOWN = 4
-"""Maximum factor by which one fetch that missed its deadline reduces the expected rate of a peer."""
 LOAD_HOLDS_S = 1.0
 """Minimum seconds for which a reported load counts in full. The load of a peer counts in full until the peer must have
 reported again, and decays afterwards."""
-RATE_WEIGHT = 0.2
-"""Weight of the newest fetch in the running mean of the rate."""
-PATIENT_TRIPS = 4
-"""Number of round trips of calls for which transfers from a peer may wait without bytes before its bulk path counts as
-dead."""
 PINGED = 8
 """Number of peers that are pinged in rotation per gossip interval."""
 
@@ -112,13 +88,7 @@ class Peer:
         """True while the peer hands its primary copies over before it leaves: nothing is handed over to it."""
         self.ring: RingVersion = NO_RING
         """The ring that the peer named last."""
-        self.bulk = Liveness()
-        """Health of the bulk path. It is overdue from the time when transfers have waited too long without bytes, until
-        bytes come."""
-        self.waited_s = 0.0
-        """Seconds for which transfers have waited without bytes since the last one that was answered."""
-        self.unanswered = 0
-        """Times in a row that the bulk path became overdue before a segment came."""
+        self.path = BulkPath()
         self.slowest_s = 0.0
         """The longest of the recent round trips of calls, in seconds; it decays with `LOAD_HALF_LIFE_S`."""
         self.slowest_at = -math.inf
@@ -130,8 +100,6 @@ class Peer:
         """Bytes per second that the peer reports to send to engines of other nodes."""
         self.announced = Rate(LOAD_HALF_LIFE_S)
         """Rate of the bytes that readers fetch from the peer because this node redirected them there."""
-        self.rate = DEFAULT_RATE
-        """Bytes per second of fetches from the peer, as a running mean."""
         self.calls: dict[int, Call] = {}
         """Calls to the peer that wait for an answer, by call id."""
 
@@ -147,8 +115,8 @@ class Peer:
 
     @property
     def delivers(self) -> bool:
-        """True if segments can be fetched from the peer now: it is usable, and its bulk path is not overdue."""
-        return self.usable and not self.bulk.overdue
+        """True if segments can be fetched from the peer now: it is usable, and its bulk path is alive."""
+        return self.usable and self.path.alive
 
 
 class Peers:
@@ -280,7 +248,7 @@ class Peers:
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
             peer.incarnation = incarnation
-            peer.bulk, peer.unanswered, peer.waited_s = Liveness(), 0, 0.0
+            peer.path.renew()
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
@@ -462,30 +430,33 @@ class Peers:
         if ring != self._context.ring_version:
             self._on_ring(peer)
 
-    def silent_since(self, node: NodeId, began: float) -> None:
-        """A transfer from `node` missed its deadline: the node becomes overdue if it has sent nothing since the time
-        `began`."""
-        self._peer(node).liveness.deadline_missed(began)
-
     # -- the bulk path
 
-    def bulk_answered(self, node: NodeId) -> None:
-        """A transfer from `node` was answered: segments can be fetched from it."""
-        peer = self._peer(node)
-        if peer.bulk.overdue:
+    def path(self, node: NodeId) -> BulkPath:
+        """The path over which segments come from `node`."""
+        return self._peer(node).path
+
+    def path_answered(self, node: NodeId) -> None:
+        """Bytes came from `node` to a transfer: segments can be fetched from it."""
+        if self.path(node).answered(self._context.now):
             self._context.emit(Note(f"peer {node} delivers segments again"))
-        peer.bulk.heard(self._context.now)
-        peer.waited_s = 0.0
 
-    def bulk_alive(self, node: NodeId) -> bool:
-        """Returns False from the time when transfers from `node` have waited too long without bytes, until one is
-        answered; otherwise True."""
-        return not self._peer(node).bulk.overdue
+    def path_silent(self, node: NodeId, began: float, waited_s: float) -> int:
+        """No bytes came from `node` to a transfer; see `BulkPath.silent`. A node under load, or behind a slow network,
+        is slow to answer calls as well, and gets as much more time."""
+        self._context.counters.add(UNANSWERED)
+        patience_s = min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), self._context.config.suspect_s)
+        deaths = self.path(node).silent(began, waited_s, patience_s)
+        if deaths:
+            text = f"peer {node} delivers nothing: no bytes came to a fetch, and it is asked for none"
+            self._context.emit(Note(text))
+        return deaths
 
-    def patience_s(self, node: NodeId) -> float:
-        """Returns the seconds for which transfers from `node` may wait without bytes before its bulk path counts as
-        dead. A node under load, or behind a slow network, is slow to answer calls as well."""
-        return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), self._context.config.suspect_s)
+    def missed_deadline(self, node: NodeId, nbytes: int, began: float) -> None:
+        """A transfer of `nbytes` from `node` that began at `began` was given up: the node becomes overdue if it has
+        sent nothing since, and the path counts as slower."""
+        self._peer(node).liveness.deadline_missed(began)
+        self.path(node).missed(nbytes, self._context.now - began)
 
     def _slowest_s(self, peer: Peer) -> float:
         if not peer.slowest_s:
@@ -498,47 +469,6 @@ class Peers:
         seconds = self._context.now - began
         if seconds > self._slowest_s(peer):
             peer.slowest_s, peer.slowest_at = seconds, self._context.now
-
-    def bulk_silent(self, node: NodeId, began: float, waited_s: float) -> int:
-        """A transfer of segments from `node` that began at the time `began` was not answered in `waited_s` seconds.
-        Once transfers have waited for `patience_s`, no segments are fetched from the node until `bulk_answered` is
-        called for it, unless another transfer was answered since `began`. Returns how many times in a row the bulk path
-        became overdue; 0 if it did not become overdue by this call."""
-        peer = self._peer(node)
-        self._context.counters.add(UNANSWERED)
-        known = peer.bulk.overdue
-        peer.waited_s += waited_s
-        if peer.waited_s < self.patience_s(node):
-            return 0
-        peer.bulk.deadline_missed(began)
-        if known or not peer.bulk.overdue:
-            return 0
-        peer.unanswered += 1
-        self._context.emit(Note(f"peer {node} delivers nothing: no bytes came to a fetch, and it is asked for none"))
-        return peer.unanswered
-
-    # -- speed
-
-    def predict_s(self, node: NodeId, nbytes: int) -> float:
-        """Returns the expected seconds of a fetch of `nbytes` from `node`, from the measured rate."""
-        return nbytes / self._peer(node).rate
-
-    def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
-        """Record that a fetch of `nbytes` from `node` took `seconds`, for the measured rate."""
-        peer = self._peer(node)
-        peer.unanswered = 0
-        if nbytes >= MEASURED_BYTES:
-            rate = nbytes / max(seconds, 1e-6)
-            peer.rate = max(LEAST_RATE, peer.rate + RATE_WEIGHT * (rate - peer.rate))
-
-    def missed(self, node: NodeId, nbytes: int, seconds: float) -> None:
-        """Reduce the expected rate of `node`, because a fetch of `nbytes` was not done after `seconds`. Later fetches
-        then get a longer deadline: on a network that became slower none would end in time otherwise. The reduction is
-        bounded, because the peer may only have paused, and the rate does not fall below `LEAST_RATE`."""
-        if nbytes >= MEASURED_BYTES:
-            peer = self._peer(node)
-            slower = min(peer.rate, nbytes / max(seconds, 1e-6))
-            peer.rate = max(LEAST_RATE, peer.rate / MAX_SLOWDOWN, slower)
 
     def census(self) -> dict[str, int]:
         """How many calls to other nodes wait for an answer; one call to each peer that is up may be a ping. For gauges,

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfers import MAX_DEADLINE_S, OnArrival, Transfers, deadline_s
+from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, OnArrival, deadline_s
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import SendBulk
 from tokenlake.hints import NO_ACCESS, AccessRecord
@@ -104,7 +105,7 @@ class FanOut:
         """Record that a send of these segments to an engine of `node` begins."""
         self.sweep()
         nbytes = sum(segment.slot_bytes for segment in segments)
-        until = self._context.now + deadline_s(self._peers.predict_s(node, nbytes))
+        until = self._context.now + deadline_s(self._peers.path(node).predict_s(nbytes))
         for segment in segments:
             recipients = self._entry(segment)
             # A reader that was redirected and reads from this node all the same found no copy at the node to which it

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfers import CopiesOf
+from tokenlake.core.cluster.transfer import CopiesOf
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import access_of_match, with_access
 from tokenlake.core.engines.grants import Grants, Lease, pack

@@ -18,7 +18,8 @@ from collections import Counter
 from functools import partial
 
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfers import MAX_DEADLINE_S, CopiesOf, OnArrival, Transfers, deadline_s
+from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, CopiesOf, OnArrival, deadline_s
+from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.grants import PIECE, Grants, Lease, pack
@@ -286,7 +287,7 @@ class LeaseReads:
         """Record that an item leased at `node` cannot be fetched from any node."""
         reason, detail = MissReason.LOST, ""
         if fetch.lease.trail is not None:
-            late = fetch.answered or not self._peers.bulk_alive(node)
+            late = fetch.answered or not self._peers.path(node).alive
             gone = self._context.removals.get(fetch.process.session.tenant, fetch.lease.keys[index])
             rule = gone.rule if gone is not None and node == self._context.node else ""
             reason, detail = fetch.lease.trail.did_not_come(node, late=late, wrong=index in fetch.wrong, rule=rule)
@@ -307,7 +308,7 @@ class LeaseReads:
                 fetch.set_code(index, lease.code(index))
                 continue
             tried = fetch.tried[index]
-            in_time = (node for node in others if self._peers.predict_s(node, session.slot_bytes) < left_s)
+            in_time = (node for node in others if self._peers.path(node).predict_s(session.slot_bytes) < left_s)
             node = next((node for node in in_time if node not in tried), None)
             if node is not None:
                 by_node.setdefault(node, []).append(index)

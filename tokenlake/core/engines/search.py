@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers, Reply
-from tokenlake.core.cluster.transfers import CopiesOf
+from tokenlake.core.cluster.transfer import CopiesOf
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.waiting import Wait, WaitingMatches
