@@ -75,8 +75,8 @@ class CoreConfig(RuleSettings, frozen=True):
     MISSING for keys of which it is the directory node since then, because not all peers have told it yet which segments
     they own."""
     previous_ring_s: float = 10.0
-    """Seconds after a change of the ring for which readers also ask the previous directory nodes of keys that moved,
-    and for which these nodes keep the entries of such keys. It must be longer than `sync_grace_s`, and longer than a
+    """Seconds after a change of the ring for which the previous directory nodes of keys that moved keep their entries,
+    for nodes that have not heard of the change. It must be longer than `sync_grace_s`, and longer than a
     node may take to hear of the change."""
     directory_limit: int = 1 << 20
 

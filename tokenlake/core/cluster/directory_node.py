@@ -179,12 +179,11 @@ class DirectoryNode:
         for key in split_keys(message.keys):
             self._directory.clear(TenantId(message.tenant), key, node)
 
-    def _tell(self, keys: Iterable[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
+    def _tell(self, keys: Sequence[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
         """Send `make(concatenated keys)` to each node other than this one that keeps the entries of some `keys`.
-        Returns the keys whose entries this node keeps. While the previous ring counts, the previous directory nodes of
-        keys that moved keep their entries as well: matches wait there, and nodes without the newest ring ask there."""
+        Returns the keys whose entries this node keeps."""
         own: Sequence[SegmentKey] = ()
-        for node, its_keys in self._peers.by_directory_node(keys, previous=True).items():
+        for node, its_keys in self._peers.by_directory_node(keys).items():
             if node == self._context.node:
                 own = its_keys
             else:
@@ -239,7 +238,7 @@ class DirectoryNode:
             self._directory.gone(tenant, key, node)
 
     def tell_evicted(
-        self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str, access: AccessRecord, age_s: float
+        self, tenant: TenantId, keys: Sequence[SegmentKey], rule: str, access: AccessRecord, age_s: float
     ) -> None:
         """Tell the directory nodes that this node does not have these segments any more, by which rule they left it,
         and their last access, which was `age_s` ago."""

@@ -203,33 +203,11 @@ class Peers:
         away = [peer.node for peer in self._peers.values() if not peer.reachable]
         return [other if first in away else first for first, other in candidates]
 
-    def previous_directory_nodes(self, keys: bytes, now: Sequence[NodeId]) -> dict[int, NodeId]:
-        """Returns, by index in the concatenated `keys`, the node that kept the directory entry before the ring changed,
-        where it can be asked and is another one than now. `now`: the nodes of `directory_nodes`, one for each key.
-        Empty when no change of the ring is under way."""
-        previous, here = self._context.previous_ring, self._context.node
-        if previous is None:
-            return {}
-        able = {here, *(peer.node for peer in self._peers.values() if peer.reachable)}
-        kept = ((first if first in able else other) for first, other in previous.candidates(keys))
-        pairs = zip(kept, now, strict=True)
-        return {index: node for index, (node, keeper) in enumerate(pairs) if node != keeper and node in able}
-
-    def by_directory_node(
-        self, keys: Iterable[SegmentKey], *, previous: bool = False
-    ) -> Mapping[NodeId, list[SegmentKey]]:
-        """Returns the keys grouped by the node that keeps their directory entries now; their order is kept. `previous`:
-        keys that moved are also in the group of the node that kept their entries before the ring changed."""
-        keys = list(keys)
-        if not keys:
-            return {}
+    def by_directory_node(self, keys: Sequence[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
+        """Returns the keys grouped by the node that keeps their directory entries now; their order is kept."""
         grouped: dict[NodeId, list[SegmentKey]] = {}
-        packed = b"".join(keys)
-        nodes = self.directory_nodes(packed)
-        for key, node in zip(keys, nodes, strict=True):
+        for key, node in zip(keys, self.directory_nodes(b"".join(keys)) if keys else (), strict=True):
             grouped.setdefault(node, []).append(key)
-        for index, node in self.previous_directory_nodes(packed, nodes).items() if previous else ():
-            grouped.setdefault(node, []).append(keys[index])
         return grouped
 
     def start(self) -> None:

@@ -7,10 +7,9 @@
         peers come and go; calls, leases and directory entries of members that left end
         owners        one walk: tell the new directory nodes what moved to them, then AdvertisingDone(ring)
         directory     UNKNOWN for keys that this node gained, until all peers have advertised or `sync_grace_s` is over
-        readers       ask the previous directory node too, in parallel, about keys that moved
         this node drains (`drain`)
     `previous_ring_s` later
-        readers ask the directory nodes of now only; entries of keys that moved away are forgotten
+        entries of keys that moved away are forgotten
 
 No bytes move: a segment stays at its owner, and only the directory nodes that name it change. Messages between nodes
 carry the ring of their sender, as (epoch, digest). A node that hears of a newer epoch asks its driver to read the

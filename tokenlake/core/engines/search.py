@@ -33,7 +33,7 @@ directory nodes; the next ones ask each owner for the segments that it was named
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -133,9 +133,6 @@ class _Row:
     key: SegmentKey
     directory: NodeId
     """The node that keeps the directory entry of the key."""
-    previous: NodeId | None
-    """The node that kept the entry before the last change of the ring, where that is another one; None
-    `previous_ring_s` after the change."""
     answered: bool = False
     """The directory node has answered."""
     named: tuple[NodeId, NodeId] | None = None
@@ -149,8 +146,6 @@ class _Row:
     """A node has the segment that answers lookups and delivers no segment (`Peers.delivers`)."""
     redirect: NodeId | None = None
     """The node to which the owner that leased the segment redirects this reader."""
-    marked: NodeId | None = None
-    """The previous directory node, if it has the in-flight marker of the segment and the present one may not."""
 
     @property
     def owner(self) -> NodeId | None:
@@ -162,10 +157,10 @@ class _Row:
         """The owner that a directory node named has no copy."""
         return self.named is not None and self.named[1] in self.absent
 
-    def directories_left(self) -> list[NodeId]:
-        """The directory nodes of the key that were not asked yet."""
-        left = [] if self.answered or self.directory in self.asked else [self.directory]
-        return left if self.previous is None or self.previous in self.asked else [*left, self.previous]
+    @property
+    def directory_left(self) -> bool:
+        """The directory node was not asked yet."""
+        return not self.answered and self.directory not in self.asked
 
 
 class _State(Enum):
@@ -228,11 +223,7 @@ class Search:
         keys = [self._keys[index] for index in missing]
         packed = join_keys(keys)
         directories = self._parts.peers.directory_nodes(packed)
-        previous = self._parts.peers.previous_directory_nodes(packed, directories)
-        self._rows = {
-            index: _Row(index, key, directories[at], previous.get(at))
-            for at, (index, key) in enumerate(zip(missing, keys, strict=True))
-        }
+        self._rows = {row.index: row for row in map(_Row, missing, keys, directories)}
         self._unanswered.clear()
         self._deadline = self._context.now + self._limit_s
         self._state, self._hurries, self._rounds = _State.LOOKING, False, 0
@@ -240,29 +231,19 @@ class Search:
         self._look_on()
 
     def _ask_own_directory(self) -> None:
-        """Ask the directory of this node, which takes no message: for the keys that it keeps now, then for those that
-        moved away."""
+        """Ask the directory of this node, which takes no message."""
         here, directory = self._context.node, self._parts.directory_node
         own = [row for row in self._rows.values() if row.directory == here]
         known = directory.last_access(self._tenant, [row.key for row in own])
         if known is not None:
             self._found.accesses.append((own[known[0]].index, *known[1:]))
-        for row, (code, owner) in zip(own, self._own_answers(own), strict=True):
+        answers = directory.answers(self._tenant, [row.key for row in own]) if own else ()
+        for row, (code, owner) in zip(own, answers, strict=True):
             row.answered = True
             if owner is None:
                 self._found.codes[row.index] = code
             else:
                 row.named = (here, owner)
-        moved = [row for row in self._rows.values() if row.previous == here]
-        for row, (code, owner) in zip(moved, self._own_answers(moved), strict=True):
-            row.asked.add(here)
-            if owner is not None:
-                row.named = (here, owner)
-            elif code is Code.PENDING:
-                self._mark(row, here)
-
-    def _own_answers(self, rows: list[_Row]) -> Iterable[tuple[int, NodeId | None]]:
-        return self._parts.directory_node.answers(self._tenant, [row.key for row in rows]) if rows else ()
 
     def _look_on(self) -> None:
         """Send the lookups that follow from the answers so far. When there are none and no answer is awaited, wait for
@@ -320,11 +301,10 @@ class Search:
                 lookups.setdefault(node, []).append(row)
             if not at_owner or (first and not independent and row.index > last):
                 to_directory.append(row)
-        to_directory = [row for row in to_directory if row.directories_left()]
+        to_directory = [row for row in to_directory if row.directory_left]
         for row in _probes(to_directory) if first and not independent else to_directory:
-            for node in row.directories_left():
-                row.asked.add(node)
-                lookups.setdefault(node, []).append(row)
+            row.asked.add(row.directory)
+            lookups.setdefault(row.directory, []).append(row)
         return {node: sorted(rows, key=lambda row: row.index) for node, rows in lookups.items()}
 
     def _wanted(self) -> tuple[list[tuple[_Row, NodeId | None]], int]:
@@ -339,7 +319,7 @@ class Search:
             owner = found.owners[row.index]
             if owner is None and found.segments[row.index] is None:
                 owner = row.owner or self._other_copy(row)
-                if owner is None and row.answered and not row.directories_left():
+                if owner is None and row.answered:
                     if independent:
                         continue
                     break
@@ -434,18 +414,13 @@ class Search:
             row.absent.add(node)
         elif code == Code.DEFERRED:
             codes[row.index] = min(codes[row.index], code)
-        # Only the directory node of a key knows whether another node has the segment. A previous one may know too.
+        # Only the directory node of a key knows whether another node has the segment.
         if row.directory == node:
             row.answered = True
             if owner is not None:
                 self._name(row, node, owner)
             elif code < codes[row.index]:
                 codes[row.index] = code
-        elif row.previous == node:
-            if owner is not None and row.owner is None:
-                self._name(row, node, owner)
-            elif code == Code.PENDING:
-                self._mark(row, node)
 
     def _name(self, row: _Row, node: NodeId, owner: NodeId) -> None:
         """Note that the directory node `node` named an owner. If that is this node, its entry is stale: this node lacks
@@ -454,12 +429,6 @@ class Search:
         if owner == self._context.node:
             row.denied.add(owner)
             row.absent.add(owner)
-
-    def _mark(self, row: _Row, node: NodeId) -> None:
-        """Note that `node`, a previous directory node, has an in-flight marker of the segment."""
-        if self._found.codes[row.index] > Code.PENDING:
-            self._found.codes[row.index] = Code.PENDING
-            row.marked = node
 
     def _redirected(self, node: NodeId, redirect: NodeId, rows: list[_Row]) -> list[_Row]:
         """Returns the rows that `node` leases and that are to be looked up at the node to which it redirects."""
@@ -490,7 +459,7 @@ class Search:
         self._state = _State.WAITING
         if self._found.codes[gap] == _MISSING and self._context.now >= wait.expects_until:
             granted = partial(self._marker_answered, wait, row)
-            self._parts.waiting.request_marker(wait, self._tenant, row.key, row.directory, granted)
+            self._parts.waiting.request_marker(wait, self._tenant, row.key, granted)
         else:
             self._pause(wait, row)
         return True
@@ -520,8 +489,8 @@ class Search:
             else:
                 self._look_again()
 
-        directory, code = row.marked or row.directory, self._found.codes[row.index]
-        self._parts.waiting.pause(wait, self._tenant, row.key, directory, code, sound, resume)
+        code = self._found.codes[row.index]
+        self._parts.waiting.pause(wait, self._tenant, row.key, code, sound, resume)
 
     def _marker_answered(self, wait: Wait, row: _Row, code: Code) -> None:
         """The directory node was asked for the in-flight marker of the first missing segment. Whoever gets it computes

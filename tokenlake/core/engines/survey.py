@@ -99,7 +99,7 @@ class Survey:
         if disks and on_disk:
             nbytes = sum(self._context.disk.slab(entry).slot_bytes for entry in on_disk.values())
             question.reads([keys[index] for index in on_disk], self._transfers.disk_s(nbytes))
-        asked = dict(self._peers.by_directory_node(missing, previous=True))
+        asked = dict(self._peers.by_directory_node(missing))
         own = asked.pop(here, [])
         for key, (_, owner) in zip(own, self._directory_node.answers(tenant, own), strict=True):
             if owner is not None:

@@ -28,12 +28,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers, Reply
 from tokenlake.core.context import Context
 from tokenlake.core.engines.sessions import Process
-from tokenlake.identity import ConnectionId, NodeId, SegmentKey, TenantId
+from tokenlake.identity import ConnectionId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
@@ -128,7 +129,6 @@ class _Poll:
 
     tenant: TenantId
     key: SegmentKey
-    directory_node: NodeId
     pause_s: float
     waiters: dict[_Waiter, None] = field(default_factory=dict)
 
@@ -173,7 +173,6 @@ class WaitingMatches:
         wait: Wait,
         tenant: TenantId,
         key: SegmentKey,
-        directory_node: NodeId,
         code: int,
         sound: Callable[[], bool],
         resume: Callable[[Code], None],
@@ -197,9 +196,8 @@ class WaitingMatches:
         polls = self._polls.setdefault(tenant, {})
         poll = polls.get(key)
         if poll is None:
-            poll = polls[key] = _Poll(tenant, key, directory_node, wait.pause_s)
+            poll = polls[key] = _Poll(tenant, key, wait.pause_s)
             self._poll_later(poll)
-        poll.directory_node = directory_node
         wait.pause_s = min(MAX_PAUSE_S, 2 * wait.pause_s)
         waiter = _Waiter(wait, sound, resume)
         poll.waiters[waiter] = None
@@ -225,9 +223,7 @@ class WaitingMatches:
         self._wake(poll, [waiter for waiter in poll.waiters if not waiter.sound()], Code.UNKNOWN)
         if poll.waiters:
             wait = next(iter(poll.waiters)).wait
-            self.request_marker(
-                wait, poll.tenant, poll.key, poll.directory_node, lambda code: self._answered(poll, code)
-            )
+            self.request_marker(wait, poll.tenant, poll.key, partial(self._answered, poll))
 
     def _answered(self, poll: _Poll, code: Code) -> None:
         if code is Code.MISSING:
@@ -275,9 +271,7 @@ class WaitingMatches:
             waiter.timer.cancel()
         waiter.resume(code)
 
-    def request_marker(
-        self, wait: Wait, tenant: TenantId, key: SegmentKey, directory_node: NodeId, done: Callable[[Code], None]
-    ) -> None:
+    def request_marker(self, wait: Wait, tenant: TenantId, key: SegmentKey, done: Callable[[Code], None]) -> None:
         """Ask the directory node of `key` to set the in-flight marker for this node. Calls `done` once, possibly before
         this returns, with MISSING: this node has the marker and its engine computes the segment; PENDING: another node
         has the marker, or may set it while the match of `wait` expects the segment; LOCAL: the segment is stored by
@@ -301,10 +295,9 @@ class WaitingMatches:
                 code = told if told in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL
             answered(code)
 
+        (directory_node,) = self._peers.directory_nodes(key)
         if directory_node == self._context.node:
             code, owner = self._directory_node.answers(tenant, [key])[0]
-            if code is Code.MISSING and directory_node not in self._context.ring.candidates(key)[0]:
-                code = Code.UNKNOWN  # the key has moved away since the match began to wait
             if code is Code.MISSING:
                 self._directory_node.set_marker(directory_node, tenant, key, marker_s)
             answered(Code.LOCAL if owner is not None else code)
