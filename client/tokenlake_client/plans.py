@@ -4,10 +4,10 @@ lists the new cache that its transfer plan stores.
 ::
 
     views = open_views(pool, plan, tree, heads, scale)       # over local, fetched and shipped sequences
-    buffer = pool.init_query([(views[index], new_tokens) for index in views])
-    ticket = pool.query(buffer, layer)                       # for each layer; the engine computes the rest
-    transfer = pool.init_transfer(new_cache(transfer_plan, tree))
-    pool.put(transfer, layer, caches)
+    buffer = pool.queries.init_query([(views[index], new_tokens) for index in views])
+    ticket = pool.queries.query(buffer, layer)                       # for each layer; the engine computes the rest
+    transfer = pool.engine.init_transfer(new_cache(transfer_plan, tree))
+    transfer.put(layer, caches)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _open(
     try:
         for start, stop, limit_s in fetches:
             lease.fetch(start, min(stop, lease.hits), at_most_s=limit_s)
-        view = pool.open_view(lease, heads, scale) if lease.hits else None
+        view = pool.queries.open_view(lease, heads, scale) if lease.hits else None
     except TokenLakeError:
         view = None
     if view is None:

@@ -7,43 +7,43 @@
 
 A `MemoryPool` is a `Pool` whose messages go to a `MemoryDaemon`: the rules of one node, with real slots in memory.
 Codes, leases, pins, markers, budgets and quotas are therefore those of a daemon. Only other nodes and query engines are
-missing. A request is answered before the call that sends it returns, unless the answer waits for another engine. Time is
-that of the real clock.
-"""
+missing. A request is answered before the call that sends it returns, unless the answer waits for another engine. Time
+is that of the real clock."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tokenlake.core import CoreConfig, NodeCore, events, instructions
 from tokenlake.errors import TokenLakeError, Unreachable
-from tokenlake.identity import SessionId
+from tokenlake.identity import SegmentKey, SessionId
 from tokenlake.keys import probe
 from tokenlake.opaque_layout import AnyLayout, decode_layout
 from tokenlake.ring_record import RingRecord
-from tokenlake.store.region import GENERATION_BYTES, PAGE, RegionShape, header_room
+from tokenlake.store.region import GENERATION_BYTES, PAGE, RegionShape
 from tokenlake.wire import HEADER_BYTES, engine, pack_frame
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire.slots import join_keys, unpack_slots
 from tokenlake.wire.version import PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
 from tokenlake_client.checksums import shard_checksums
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.heartbeat import Wake
 from tokenlake_client.link import Connector, Link
+from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_client.pool import Pool
 
 __all__ = ["MemoryDaemon", "MemoryPool"]
@@ -85,9 +85,9 @@ class MemoryDaemon:
         self.published: tuple[str, ...] = ()
         """The models whose segments this daemon publishes to routers: pools that connect later send their contents."""
         self.intercept: Intercept | None = None
-        """Called with each message of a pool but the first of its connection, before the rules see it: a place to record
-        messages, and to make calls fail. It may return another reply than theirs (the field `id` is set here), or raise
-        a `TokenLakeError`, which the call raises then; None: the rules answer."""
+        """Called with each message of a pool but the first of its connection, before the rules see it: a place to
+        record messages, and to make calls fail. It may return another reply than theirs (the field `id` is set here),
+        or raise a `TokenLakeError`, which the call raises then; None: the rules answer."""
         self.incarnation = 0
         self._memory, self._quota = memory, quota
         self._lock = threading.RLock()
@@ -132,6 +132,11 @@ class MemoryDaemon:
             held, self._held = self._held or [], None
             for channel, message in held:
                 self.request(channel, message)
+
+    def evict(self, keys: Sequence[SegmentKey] = ()) -> None:
+        """Evict these segments, or all, as an operator does."""
+        with self._lock:
+            self._handle(events.EvictRequested(1, TENANT, join_keys(keys)))
 
     def tick(self) -> float:
         """Do what is due. Returns the time of `time.monotonic` at which more is due."""
@@ -190,17 +195,16 @@ class MemoryDaemon:
                     case instructions.Welcomed():
                         self._welcome(self._channels[order.connection], order)
                     case instructions.MakeRegion():
-                        self._arena[order.region] = _Region(order.nbytes)
                         left.append(events.RegionReady(order.region))
                     case instructions.CutRegion():
-                        self._arena[order.region].shape = RegionShape(order.nbytes, order.slot_bytes)
+                        self._arena[order.region] = _Region(RegionShape(order.nbytes, order.slot_bytes))
                     case instructions.CloseRegion():
-                        del self._arena[order.region]
+                        self._arena.pop(order.region, None)
                         for channel in self._channels.values():
                             channel.give(engine.RegionClosed(0, order.region))
                     case instructions.Stamp():
                         for place in unpack_slots(order.slots):
-                            self._arena[place.region].stamp(place.slot, place.generation)
+                            self._arena[place.region].generations[place.slot] = place.generation
                     case instructions.CheckSlot():
                         (place,) = unpack_slots(order.slot)
                         shards = len(order.checksums) // CHECKSUM_BYTES
@@ -228,28 +232,25 @@ class MemoryDaemon:
 class _Region:
     """The memory of one region; pools map it as they map a region of a daemon."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.shape = RegionShape(nbytes, PAGE)
+    def __init__(self, shape: RegionShape) -> None:
+        self._shape = shape
         self._descriptor = os.memfd_create("tokenlake-memory", os.MFD_CLOEXEC)
-        size = header_room(nbytes) + nbytes
-        os.ftruncate(self._descriptor, size)
-        self._map = mmap.mmap(self._descriptor, size)
+        os.ftruncate(self._descriptor, shape.file_bytes)
+        self._bytes = np.asarray(MappedMemory(self._descriptor, shape.file_bytes, write=True))
+        self.generations = self._bytes[: shape.slots * GENERATION_BYTES].view(np.uint64)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
     def opened(self, message: engine.OpenRegion) -> tuple[engine.Region, int]:
         """The reply, and a descriptor that the receiver owns."""
-        reply = engine.Region(message.id, message.region, self.shape.region_bytes, self.shape.slot_bytes)
+        reply = engine.Region(message.id, message.region, *self._shape)
         return reply, os.dup(self._descriptor)
 
-    def stamp(self, slot: int, generation: int) -> None:
-        """Record that the slot has another segment."""
-        struct.pack_into("<Q", self._map, slot * GENERATION_BYTES, generation)
-
-    def slot(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def slot(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of a slot."""
-        return np.frombuffer(self._map, np.uint8, self.shape.slot_bytes, self.shape.offset(slot))
+        start = self._shape.offset(slot)
+        return self._bytes[start : start + self._shape.slot_bytes]
 
 
 @dataclass(frozen=True)

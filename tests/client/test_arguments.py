@@ -22,16 +22,16 @@ LONG_S = 40 * 86400.0
 """Longer than poll takes, 24.8 days."""
 CALLS: dict[str, Callable[[Pool, Any], object]] = {
     "match": lambda pool, seconds: pool.match([], deadline_s=seconds),
-    "begin_match": lambda pool, seconds: pool.begin_match([], deadline_s=seconds),
-    "attach": lambda pool, seconds: pool.attach(1, deadline_s=seconds),  # type: ignore[arg-type]
-    "reserve": lambda pool, seconds: pool.reserve([], deadline_s=seconds),
+    "begin_match": lambda pool, seconds: pool.engine.begin_match([], deadline_s=seconds),
+    "attach": lambda pool, seconds: pool.engine.attach(1, deadline_s=seconds),  # type: ignore[arg-type]
+    "reserve": lambda pool, seconds: pool.engine.reserve([], deadline_s=seconds),
     "fetch": lambda pool, seconds: match(pool, Prompt(30, 2)).fetch(deadline_s=seconds),
     "fetch at most": lambda pool, seconds: match(pool, Prompt(30, 2)).fetch(at_most_s=seconds),
     "copy_into": lambda pool, seconds: match(pool, Prompt(30, 2)).copy_into([], deadline_s=seconds),
-    "open_view": lambda pool, seconds: pool.open_view(match(pool, Prompt(30, 2)), 2, 1.0, seconds),
+    "open_view": lambda pool, seconds: pool.queries.open_view(match(pool, Prompt(30, 2)), 2, 1.0, seconds),
     "store": lambda pool, seconds: pool.store([], patience=seconds),
     "store_all": lambda pool, seconds: pool.store_all([], [], patience=seconds),
-    "mark_in_flight": lambda pool, seconds: pool.mark_in_flight([], seconds),
+    "mark_in_flight": lambda pool, seconds: pool.engine.mark_in_flight([], seconds),
     "options": lambda pool, seconds: MatchOptions(in_flight_wait_s=seconds),
     "options per segment": lambda pool, seconds: MatchOptions(in_flight_wait_per_segment_s=seconds),
     "options expected": lambda pool, seconds: MatchOptions(in_flight_expected_s=seconds),
@@ -60,7 +60,7 @@ def test_long_deadlines(shared: Cluster) -> None:
 @pytest.mark.parametrize("first", [-1, 1 << 32, 1.5])
 def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
     with shared.connect(0, LAYOUT) as pool:
-        for call in (pool.store, pool.reserve):
+        for call in (pool.store, pool.engine.reserve):
             with pytest.raises(ValueError, match="argument 'first' is "):
                 call([], first)
         with pytest.raises(ValueError, match="argument 'prompt_tokens' is "):
@@ -83,9 +83,9 @@ def test_keys_of_another_length_are_named(shared: Cluster) -> None:
         calls: list[Callable[[list[SegmentKey]], object]] = [
             pool.match,
             pool.store,
-            pool.reserve,
+            pool.engine.reserve,
             lambda keys: pool.hint(keys, Hints()),
-            lambda keys: pool.mark_in_flight(keys, 1.0),
+            lambda keys: pool.engine.mark_in_flight(keys, 1.0),
         ]
         for call in calls:
             with pytest.raises(ValueError, match="element 1 of argument 'keys' has 5 bytes; expected 32"):
@@ -122,8 +122,8 @@ def test_everything_may_be_closed_twice(cluster: Cluster) -> None:
     """A write that is open when its pool is closed keeps its process known to the daemon."""
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(32, 2).tokens).keys
-        lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.reserve(keys[1:])
-        transfer = pool.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])
+        lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.engine.reserve(keys[1:])
+        transfer = pool.engine.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])
         for _ in range(2):
             lease.release()
             write.abort()

@@ -113,7 +113,7 @@ def test_what_is_leased_or_viewed_is_not_evicted(connect: Connect) -> None:
 def test_a_session_with_many_open_writes_is_refused(connect: Connect) -> None:
     pool = connect()
     writes = [pool.store(pool.prefix(Prompt(1000 + number, 32).tokens).keys) for number in range(9)]
-    assert outcomes(writes[-1].codes) == {Code.SESSION_LIMIT}
+    assert outcomes(bytes(writes[-1].codes)) == {Code.SESSION_LIMIT}
     for write in writes:
         write.abort()
     assert outcomes(store(pool, Prompt(1100, 8))) == {Code.COMMITTED}
@@ -121,13 +121,13 @@ def test_a_session_with_many_open_writes_is_refused(connect: Connect) -> None:
 
 def test_processes_share_leases_and_writes(connect: Connect) -> None:
     pool, prompt = connect(), Prompt(905, 3)
-    rank = connect(session=pool.session)
-    assert rank.session == pool.session
+    rank = connect(session=pool.engine.session)
+    assert rank.engine.session == pool.engine.session
     keys = pool.prefix(prompt.tokens).keys
-    reserved = pool.reserve(keys)
+    reserved = pool.engine.reserve(keys)
     assert outcomes(reserved.codes) == {Code.RESERVED}
     for shard, process in enumerate((pool, rank)):
-        write = process.attach_write(reserved.id)
+        write = process.engine.attach_write(reserved.id)
         part = slice(shard * LAYOUT.shard_bytes, (shard + 1) * LAYOUT.shard_bytes)
         for index, slot in write.slots:
             slot[part] = np.frombuffer(prompt.content(index)[part], np.uint8)
@@ -136,15 +136,15 @@ def test_processes_share_leases_and_writes(connect: Connect) -> None:
         write.leave()
     reserved.release()
     lease = match(pool, prompt)
-    attached = rank.attach(*lease.ids)
+    attached = rank.engine.attach(*lease.ids)
     lease.release()
     assert prompt.wrong(attached.fetch()) == 0
     attached.release()
-    wait_until(lambda: not pool.attach(*lease.ids).hits, "the lease has ended")
+    wait_until(lambda: not pool.engine.attach(*lease.ids).hits, "the lease has ended")
     with pytest.raises(Refused):
-        pool.attach_write(reserved.id)
+        pool.engine.attach_write(reserved.id)
     with pytest.raises(Refused):
-        connect(structs.replace(LAYOUT, layers=3), session=pool.session)
+        connect(structs.replace(LAYOUT, layers=3), session=pool.engine.session)
 
 
 def test_a_match_waits_for_another_engine(connect: Connect) -> None:
@@ -152,10 +152,10 @@ def test_a_match_waits_for_another_engine(connect: Connect) -> None:
     keys = first.prefix(prompt.tokens).keys
     options = MatchOptions(in_flight_wait_s=10.0, request="waits")
     assert first.match(keys, options).hits == 0
-    first.mark_in_flight(keys, 10.0)
-    pending = second.begin_match(keys, options)
+    first.engine.mark_in_flight(keys, 10.0)
+    pending = second.engine.begin_match(keys, options)
     assert pending.poll() is None
-    assert second.begin_heartbeat() is not None
+    assert second.engine.begin_heartbeat() is not None
     store(first, prompt)
     lease = pending.wait()
     assert (lease.hits, lease.request) == (2, "waits")
@@ -216,7 +216,7 @@ def test_a_memory_daemon_stops_and_starts() -> None:
 def test_a_frozen_memory_daemon_answers_later() -> None:
     with MemoryPool(LAYOUT) as pool:
         pool.daemon.freeze()
-        pending = pool.begin_match([])
+        pending = pool.engine.begin_match([])
         assert pending.poll() is None
         pool.daemon.thaw()
         assert pending.poll() is not None

@@ -140,16 +140,16 @@ def test_a_second_process_attaches_to_a_lease(pool: Pool, shared: Cluster) -> No
     prompt = Prompt(13, 5)
     store(pool, prompt)
     lease = match(pool, prompt)
-    with EngineProcess(shared.nodes[0].socket, pool.session) as rank:
-        assert rank.session == pool.session
+    with EngineProcess(shared.nodes[0].socket, pool.engine.session) as rank:
+        assert rank.session == pool.engine.session
         assert rank.ask("attach", lease=lease.ids, seed=13, segments=5) == {"hits": 5, "wrong": 0}
         lease.release()
         refill(pool, 5)
         assert rank.ask("compare") == {"hits": 5, "wrong": 0}
         assert read(pool, prompt) == 5, "still leased by the rank"
         rank.ask("release")
-        assert pool.attach(*lease.ids).hits in (0, 5)
-        wait_until(lambda: pool.attach(*lease.ids).hits == 0, "the lease ended")
+        assert pool.engine.attach(*lease.ids).hits in (0, 5)
+        wait_until(lambda: pool.engine.attach(*lease.ids).hits == 0, "the lease ended")
 
 
 def test_closing_frees_slots(shared: Cluster) -> None:
@@ -205,7 +205,7 @@ def test_a_fetch_in_pieces(three: Cluster) -> None:
     with three.connect(0, LAYOUT) as writer, three.connect(1, LAYOUT) as reader:
         store(writer, prompt)
         wait_told(three)
-        pending = reader.begin_match(reader.prefix(prompt.tokens).keys, deadline_s=PATIENT_S)
+        pending = reader.engine.begin_match(reader.prefix(prompt.tokens).keys, deadline_s=PATIENT_S)
         with pending.wait() as lease:
             assert lease.hits == 12
             assert lease.local_hits < 12

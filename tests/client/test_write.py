@@ -42,7 +42,10 @@ def test_arrays_are_stored_and_copied_out(pool: Pool) -> None:
     assert [index for index, code in enumerate(codes) if code == Code.EXISTS] == [3]
     assert codes.count(Code.COMMITTED) == 39
     out = np.zeros((42, LAYOUT.segment_bytes), np.uint8)
-    with Pool.connect(pool.socket, LAYOUT, verify=True, deadlines=PATIENT) as careful, match(careful, prompt) as lease:
+    with (
+        Pool.connect(pool.engine.socket, LAYOUT, verify=True, deadlines=PATIENT) as careful,
+        match(careful, prompt) as lease,
+    ):
         assert lease.copy_into(list(out)) == 40
         assert careful.corrupt == 0
     assert np.array_equal(out[:40], segments)
@@ -84,7 +87,10 @@ def test_a_failed_fill_is_repeated(pool: Pool) -> None:
         with pytest.raises(RuntimeError, match="mid-prefill"):
             write.fill(prefill)
         write.fill(prefill)
-    with Pool.connect(pool.socket, LAYOUT, verify=True, deadlines=PATIENT) as careful, match(careful, prompt) as lease:
+    with (
+        Pool.connect(pool.engine.socket, LAYOUT, verify=True, deadlines=PATIENT) as careful,
+        match(careful, prompt) as lease,
+    ):
         assert len(lease.fetch()) == 4
         assert careful.corrupt == 0
 
@@ -113,11 +119,11 @@ def test_a_second_writer_gets_pending(pool: Pool) -> None:
 
 def test_shards_come_from_two_processes(pool: Pool, shared: Cluster) -> None:
     prompt = Prompt(14, 3)
-    with EngineProcess(shared.nodes[0].socket, pool.session) as rank:
+    with EngineProcess(shared.nodes[0].socket, pool.engine.session) as rank:
         begun = rank.ask("prepare", seed=14, segments=3)
         assert rank.ask("commit", shard=1)["codes"] == [Code.RESERVED] * 3
         assert outcomes(match(pool, prompt).codes) == {Code.PENDING}
-        write = pool.attach_write(begun["write"])
+        write = pool.engine.attach_write(begun["write"])
         for index, array in write.slots:
             array[: LAYOUT.shard_bytes] = np.frombuffer(prompt.content(index)[: LAYOUT.shard_bytes], np.uint8)
         assert outcomes(write.commit(0b01)) == {Code.COMMITTED}

@@ -181,7 +181,7 @@ def test_a_process_with_registrations_ends_quietly() -> None:
 
 
 def another_life(pool: Pool, before: int) -> bool:
-    return pool.connected and pool.incarnation != before
+    return pool.connected and pool.engine.incarnation != before
 
 
 @pytest.mark.live
@@ -196,7 +196,7 @@ def test_stores_are_right_after_a_restart_of_the_daemon(device: CpuDevice) -> No
         held: list[Sequence[NDArray[np.uint8]]] = []
         for life, prompt in enumerate(prompts):
             if life:
-                before = pool.incarnation
+                before = pool.engine.incarnation
                 cluster.nodes[0].kill()
                 cluster.nodes[0].start()
                 cluster.wait_ready()

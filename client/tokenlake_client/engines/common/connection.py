@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from tokenlake.errors import Refused
-from tokenlake_client.engines.common.pool import CachePool
+from tokenlake_client.pool import Pool
 
 __all__ = ["Connection"]
 
@@ -27,9 +27,9 @@ class Connection:
 
     def __init__(
         self,
-        connect: Callable[[], CachePool] | None,
+        connect: Callable[[], Pool] | None,
         report: Callable[[str, BaseException], None],
-        pool: CachePool | None = None,
+        pool: Pool | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait_s: float = WAIT_S,
     ) -> None:
@@ -49,7 +49,7 @@ class Connection:
         if pool is None and connect is not None:
             self._try()
 
-    def get(self) -> CachePool | None:
+    def get(self) -> Pool | None:
         """The connected pool, or None while there is no connection and for a pause after a failure. May start an
         attempt to connect."""
         with self._lock:
@@ -67,7 +67,7 @@ class Connection:
         return self._pool
 
     @property
-    def pool(self) -> CachePool | None:
+    def pool(self) -> Pool | None:
         """The pool that this object opened or was given, also during the pause after a failure; None where there is
         none."""
         return self._pool
@@ -86,7 +86,7 @@ class Connection:
         if pool is not None and self._owned:
             self._leave(pool)
 
-    def _leave(self, pool: CachePool) -> None:
+    def _leave(self, pool: Pool) -> None:
         try:
             pool.close()
         except Exception as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, Unreachable
@@ -20,8 +20,8 @@ from tokenlake.planner import Rates
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.declined import declined
-from tokenlake_client.engines.common.pool import CachePool, QueryPool, RequestInfo
 from tokenlake_client.engines.common.reports import Reports
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.transformers.attention import query_shape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counts
@@ -35,6 +35,7 @@ from tokenlake_client.engines.transformers.rows import Row, cache_of_rows, place
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipping import Shipment, Shipping
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.pool import Pool
 from tokenlake_client.weights import digest_of_version
 
 __all__ = ["Prefill", "TokenLakeEngine"]
@@ -61,7 +62,7 @@ class Prefill:
 class _Batch:
     """A call of `generate` whose prompts are prefilled with the pool."""
 
-    pool: CachePool
+    pool: Pool
     request: Request
     rows: list[Row]
     cache: RoomyCache
@@ -79,7 +80,7 @@ class TokenLakeEngine:
     def __init__(
         self,
         model: Any,
-        pool: CachePool | str | Path | None = None,
+        pool: Pool | str | Path | None = None,
         options: EngineOptions | None = None,
         copier: SegmentCopier | None = None,
     ) -> None:
@@ -209,7 +210,7 @@ class TokenLakeEngine:
         except Exception as error:
             self._pool_failed("sending hints", error)
 
-    def new_weights(self, version: str, pool: CachePool | None = None) -> None:
+    def new_weights(self, version: str, pool: Pool | None = None) -> None:
         """To be called when the model's weights were changed in place. From now on segments are shared with engines
         that started from the same weights and have the same `version`.
 
@@ -292,24 +293,24 @@ class TokenLakeEngine:
         if self.options.mode == "auto":
             self._planner = BatchPlanner(layout, attention, self.rates, self._counters, self._pool_failed)
 
-    def _segment_tokens(self, given: CachePool | None) -> int:
+    def _segment_tokens(self, given: Pool | None) -> int:
         """The number of tokens per segment: that of the `given` pool, else of the present layout, else of the
         options."""
         known = self.layout if given is None else given.layout
         return self.options.segment_tokens if known is None else known.segment_tokens
 
-    def _connect(self, socket: str | Path) -> CachePool:
+    def _connect(self, socket: str | Path) -> Pool:
         # The import is here, because an engine that was given a pool does not need the client's connection code.
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
         options = self.options
-        pool: CachePool = Pool.connect(
+        pool: Pool = Pool.connect(
             socket, self.layout, options.credential, daemon_uid=options.daemon_uid, deadlines=options.deadlines
         )
         return pool
 
-    def _usable_pool(self) -> CachePool | None:
+    def _usable_pool(self) -> Pool | None:
         """The pool that the next request may use; None while there is no connection, or while the state of the model
         does not allow its cache to be shared."""
         try:
@@ -347,7 +348,7 @@ class TokenLakeEngine:
             if self._planner is not None:
                 ship = self._planner.plan(pool, rows, request.new_tokens)
             if self._shipping is not None and ship:
-                shipment = self._shipping.begin(cast(QueryPool, pool), rows)
+                shipment = self._shipping.begin(pool, rows)
                 if shipment is None and self._planner is not None:
                     self._planner.could_not_ship()
             length = request.input_ids.shape[1] - 1

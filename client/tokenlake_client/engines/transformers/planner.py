@@ -25,9 +25,9 @@ from tokenlake.planner import (
     grow,
 )
 from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.pool import CachePool
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.rows import Row
+from tokenlake_client.pool import Pool
 
 __all__ = ["BatchPlanner"]
 
@@ -55,7 +55,7 @@ class BatchPlanner:
         self._counters = counters
         self._pool_failed = pool_failed
 
-    def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+    def plan(self, pool: Pool, rows: Sequence[Row], new_tokens: int) -> bool:
         """Choose how the prefixes of the rows are used, and set each row's `limit` and `found`. True: queries are
         shipped to the prefixes; False: prefixes are fetched.
 
@@ -83,7 +83,7 @@ class BatchPlanner:
         seconds."""
         self._ship_from = time.monotonic() + RETRY_S
 
-    def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+    def _plan(self, pool: Pool, rows: Sequence[Row], new_tokens: int) -> bool:
         owners: dict[SegmentKey, tuple[NodeId, ...]] = {}
         disk_s: dict[SegmentKey, float] = {}
         requests = []
@@ -107,7 +107,7 @@ class BatchPlanner:
         decisions, _ = choose(costs, ship=time.monotonic() >= self._ship_from)
         return self._carry_out(pool, tree, decisions, rows)
 
-    def _carry_out(self, pool: CachePool, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row]) -> bool:
+    def _carry_out(self, pool: Pool, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row]) -> bool:
         ship = any(decision.way is Way.SHIP for decision in decisions)
         size = self._layout.segment_tokens
         limits = [0] * len(rows)

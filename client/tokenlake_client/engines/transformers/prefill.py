@@ -17,7 +17,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait
-from tokenlake_client.engines.common.pool import CacheLease, CachePool, RequestInfo
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.measurements import Measurements
@@ -27,6 +27,8 @@ from tokenlake_client.engines.transformers.rows import Row, cache_of_rows
 from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopier, SegmentCopy
 from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.lease import Lease
+from tokenlake_client.pool import Pool
 
 __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
@@ -47,14 +49,14 @@ class PartialLoad(Exception):
 
 
 def load(
-    pool: CachePool,
+    pool: Pool,
     keys: Sequence[SegmentKey],
     cache: SegmentCopy,
     window: int,
     measurements: Measurements,
     info: RequestInfo,
     found: int | None = None,
-    held: CacheLease | None = None,
+    held: Lease | None = None,
 ) -> int:
     """Copy the longest known prefix of `keys` into `cache` and return its length in tokens. Fetches `window` segments
     at a time, and releases them when their copies have ended.
@@ -115,8 +117,8 @@ def load(
 
 
 def _lease(
-    pool: CachePool, keys: Sequence[SegmentKey], wait: InFlightWait, info: RequestInfo, held: CacheLease | None
-) -> CacheLease | None:
+    pool: Pool, keys: Sequence[SegmentKey], wait: InFlightWait, info: RequestInfo, held: Lease | None
+) -> Lease | None:
     """A lease of the segments to read: `held` itself, or one of a new match, after which `held` is released. Sets
     in-flight markers for the missing segments if the wait for them is worthwhile for other engines."""
     if wait is NO_WAIT and keys and held is not None and held.unreleased >= len(keys):
@@ -135,7 +137,7 @@ def _lease(
         # The match itself has marked only the first missing segment. The daemon removes all markers when this process
         # ends.
         try:
-            pool.mark_in_flight(keys[lease.hits :], marker_s)
+            pool.engine.mark_in_flight(keys[lease.hits :], marker_s)
         except BaseException:
             lease.release()
             raise
@@ -199,7 +201,7 @@ class Prefiller:
         self._measurements = measurements
         self._pool_failed = pool_failed
 
-    def hash(self, pool: CachePool, rows: list[Row]) -> None:
+    def hash(self, pool: Pool, rows: list[Row]) -> None:
         """Hash the keys of the prompts' segments; they stay unset after an error of the pool."""
         started = time.perf_counter()
         try:
@@ -209,7 +211,7 @@ class Prefiller:
             self._pool_failed("reading segments", error)
         self._counters.add(pool_seconds=time.perf_counter() - started)
 
-    def fill(self, pool: CachePool | None, rows: list[Row], forward: Forward | None = None) -> None:
+    def fill(self, pool: Pool | None, rows: list[Row], forward: Forward | None = None) -> None:
         """Fill the layers of the prompts in `rows` with the cache of all their tokens but the last, and queue the new
         segments to be stored. `forward`: runs the forward passes of prompts whose prefix is not stored in the engine
         (`Row.shared`). Raises the errors of the model.
@@ -232,7 +234,7 @@ class Prefiller:
                 self._store(pool, row, row.chain, row.known, len(row.tokens) - 1, layers)
 
     def store_decoded(
-        self, pool: CachePool, request: Request, rows: Sequence[Row], cache: RoomyCache, sequences: list[list[int]]
+        self, pool: Pool, request: Request, rows: Sequence[Row], cache: RoomyCache, sequences: list[list[int]]
     ) -> None:
         """Queue the segments that decode completed, to be stored with the hints of the request's end. They cover those
         tokens of each sequence, up to its end, that were fed to the model; the last token was not. The segments of the
@@ -252,10 +254,10 @@ class Prefiller:
             hint_prompt = index % request.copies == 0
             self._store(pool, ended, chain, prompt - 1, len(fed), layers, hint_prompt=hint_prompt)
 
-    def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
+    def _chain(self, pool: Pool, tokens: list[int]) -> Prefix:
         return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
 
-    def _load(self, pool: CachePool, row: Row) -> None:
+    def _load(self, pool: Pool, row: Row) -> None:
         """Copy the known prefix of the row's prompt from the pool into the row's layers, and set `row.loaded` to its
         number of tokens."""
         started = time.perf_counter()
@@ -275,7 +277,7 @@ class Prefiller:
 
     def _store(
         self,
-        pool: CachePool,
+        pool: Pool,
         row: Row,
         chain: Prefix,
         known: int,

@@ -22,7 +22,7 @@ import torch
 
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.pool import UNNAMED, QueryPool
+from tokenlake_client.engines.common.request import UNNAMED
 from tokenlake_client.engines.transformers.attention import QueryShape, attending
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counts
@@ -34,6 +34,7 @@ from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.pool import Pool
 
 __all__ = ["Shipment", "Shipping", "Void"]
 
@@ -71,7 +72,7 @@ class Shipment:
     def __init__(
         self,
         model: Any,
-        pool: QueryPool,
+        pool: Pool,
         shape: QueryShape,
         counters: Counters[Counts],
         measurements: Measurements,
@@ -190,7 +191,7 @@ class Shipment:
                 at += len(rows) * count
             pairs = sum(count * len(rows) * len(prefix.tokens) for prefix, rows in shipped)
             deadline_s = self._deadline_s * (1 + pairs // PAIRS)
-            return _Sent(shipped, self._pool.query(self._buffer, layer, deadline_s=deadline_s))
+            return _Sent(shipped, self._pool.queries.query(self._buffer, layer, deadline_s=deadline_s))
         except Exception as error:
             self._report("sending queries to a prefix", error)
             raise Void([prefix for prefix, _ in shipped]) from error
@@ -228,7 +229,7 @@ class Shipment:
         layer or step is used again if its parts were the same."""
         if self._buffer is None or parts != self._parts or self._buffer.spent:
             self._drop_buffer()
-            self._buffer = self._pool.init_query(parts)
+            self._buffer = self._pool.queries.init_query(parts)
             self._parts = parts
 
     def _drop_buffer(self) -> None:
@@ -266,7 +267,7 @@ class Shipping:
         self._failed = failed
         self._pool_failed = pool_failed
 
-    def begin(self, pool: QueryPool, rows: Sequence[Row]) -> Shipment | None:
+    def begin(self, pool: Pool, rows: Sequence[Row]) -> Shipment | None:
         """Open a view of the known prefix of each row (at least the last token is left to compute), set the row's
         `shared`, and return the shipment that owns the views. Rows with the same prefix share a view. None if no view
         was opened."""
@@ -292,7 +293,7 @@ class Shipping:
 
     def _open(
         self,
-        pool: QueryPool,
+        pool: Pool,
         row: Row,
         opened: dict[tuple[SegmentKey, ...], SharedPrefix],
     ) -> bool:
@@ -321,7 +322,7 @@ class Shipping:
             return True
         began = time.perf_counter()
         try:
-            view = pool.open_view(lease, self._query_shape.heads, self._query_shape.scale)
+            view = pool.queries.open_view(lease, self._query_shape.heads, self._query_shape.scale)
         except Exception as error:
             lease.release()
             self._failed("opening a view of a prefix", error)
@@ -336,7 +337,7 @@ class Shipping:
         )
         return True
 
-    def _recover(self, pool: QueryPool, prefix: SharedPrefix) -> None:
+    def _recover(self, pool: Pool, prefix: SharedPrefix) -> None:
         """Set `prefix.local`: the segments that the pool still has are fetched, the others computed. Raises the errors
         of the model."""
         if prefix.view is not None:

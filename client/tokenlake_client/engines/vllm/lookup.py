@@ -11,7 +11,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
-from tokenlake_client.engines.common.pool import RequestInfo
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.vllm.late_lookup import LateLookup
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
