@@ -125,7 +125,7 @@ class Chooser:
                 request_salt=salt,
             )
             async with asyncio.timeout_at(until):
-                call = self._calls.submit(self._doors.start, place, instances, message, list(instances))
+                call = self._calls.submit(self._doors.start, place, instances, message)
                 chosen = (await asyncio.wrap_future(call)).chosen
             if chosen.instance not in instances:
                 reason = f"{place.door.name} named the unknown instance {chosen.instance!r}"

@@ -28,6 +28,7 @@ from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.identity import cache_shape, check_model, layout_of
 from tokenlake_client.engines.transformers.measurements import Measurements
 from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.planner import BatchPlanner
 from tokenlake_client.engines.transformers.prefill import Prefiller
 from tokenlake_client.engines.transformers.request import NotServed, Request, check_state, read_request
@@ -104,9 +105,17 @@ class TokenLakeEngine:
         """The measured times of this engine's work, for its own plans and for those of a scheduler."""
         self._measurements = Measurements(self.rates)
         self._copier = copier or SegmentCopier()
-        self._prefiller = Prefiller(
-            model, self.options, self._writer, self._copier, self._counters, self._measurements, self._pool_failed
+        self._parts = Parts(
+            model=model,
+            options=self.options,
+            counters=self._counters,
+            measurements=self._measurements,
+            copier=self._copier,
+            writer=self._writer,
+            failed=self._reports.failure,
+            pool_failed=self._pool_failed,
         )
+        self._prefiller = Prefiller(self._parts)
         self._connection = Connection(None, self._reports.failure)
         self._shape: CacheShape | None = None
         self._placed: tuple[Any, Any] | None = None
@@ -275,23 +284,13 @@ class TokenLakeEngine:
         try:
             queries = query_shape(self.model, shape)
             attention = AttentionShape.of(layout, queries.heads, queries.scale)
-            self._shipping = Shipping(
-                self.model,
-                (shape, queries),
-                self.options,
-                self._writer,
-                self._copier,
-                self._counters,
-                self._measurements,
-                self._reports.failure,
-                self._pool_failed,
-            )
+            self._shipping = Shipping(self._parts, shape, queries)
         except Exception as error:
             self._reports.warn(
                 f"mode '{self.options.mode}': prefixes of {type(self.model).__name__} are fetched: {error}"
             )
         if self.options.mode == "auto":
-            self._planner = BatchPlanner(layout, attention, self.rates, self._counters, self._pool_failed)
+            self._planner = BatchPlanner(self._parts, layout, attention, self.rates)
 
     def _segment_tokens(self, given: Pool | None) -> int:
         """The number of tokens per segment: that of the `given` pool, else of the present layout, else of the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from tokenlake.attention import AttentionShape
@@ -24,8 +24,7 @@ from tokenlake.planner import (
     fetch_limit_s,
     grow,
 )
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.pool import Pool
 
@@ -38,22 +37,14 @@ RETRY_S = 30.0
 class BatchPlanner:
     """Plans the batches of one model. After an error of the pool, prefixes are fetched as without a plan."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        shape: AttentionShape | None,
-        rates: Rates,
-        counters: Counters[Counts],
-        pool_failed: Callable[[str, BaseException], None],
-    ) -> None:
+    def __init__(self, parts: Parts, layout: Layout, shape: AttentionShape | None, rates: Rates) -> None:
         """`shape`: the shape of the model's queries; None if query engines do not support it, so that no query is
         shipped."""
+        self._parts = parts
         self._layout = layout
         self._ship_from = 0.0 if shape is not None else math.inf
         self._model = Model.of(layout, shape or AttentionShape.of(layout, layout.kv_heads))
         self._rates = rates
-        self._counters = counters
-        self._pool_failed = pool_failed
 
     def plan(self, pool: Pool, rows: Sequence[Row], new_tokens: int) -> bool:
         """Choose how the prefixes of the rows are used, and set each row's `limit` and `found`. True: queries are
@@ -74,8 +65,8 @@ class BatchPlanner:
                 row.limit = 0 if isinstance(error, TokenLakeError) else None
                 with suppress(Exception):
                     row.release_lease()
-            self._pool_failed("planning", error)
-        self._counters.add(pool_seconds=time.perf_counter() - started)
+            self._parts.pool_failed("planning", error)
+        self._parts.counters.add(pool_seconds=time.perf_counter() - started)
         return ship
 
     def could_not_ship(self) -> None:
@@ -127,5 +118,5 @@ class BatchPlanner:
                     lease.release(counted=False)
         for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
             row.limit, row.found = limit, found // size
-            self._counters.add(tokens_skipped=found - limit * size)
+            self._parts.counters.add(tokens_skipped=found - limit * size)
         return ship
