@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from numpy.typing import NDArray
 
 from tests.client.connections import refill
 from tests.robustness.live import (
@@ -62,7 +63,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 
 def test_segments_are_stored_and_read(connect: Connect) -> None:
-    pool, prompt, other = connect(), Prompt(900, 6), Prompt(901, 2)
+    pool, prompt = connect(), Prompt(900, 6)
     assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
     assert outcomes(store(pool, prompt)) == {Code.EXISTS}
     with match(pool, prompt) as lease:
@@ -72,42 +73,90 @@ def test_segments_are_stored_and_read(connect: Connect) -> None:
         with pytest.raises(ValueError, match="read-only"):
             arrays[0][0] = 1
         out = np.zeros((8, LAYOUT.segment_bytes), np.uint8)
-        assert lease.copy_into(list(out)) == 6
-        assert prompt.wrong(list(out[:6])) == 0
-    with match(pool, Prompt(902, 3, other)) as lease:
-        assert (lease.hits, outcomes(lease.codes), lease.fetch()) == (0, {Code.MISSING}, [])
+        assert lease.copy_into(list(out), start=1) == 5
+        assert prompt.wrong(list(out[:5]), start=1) == 0
+    other = Prompt(902, 2, Prompt(900, 3))
+    other.tokens[: 3 * LAYOUT.segment_tokens] = prompt.tokens[: 3 * LAYOUT.segment_tokens]
+    with match(pool, other) as lease:
+        assert (lease.hits, outcomes(lease.codes[3:])) == (3, {Code.MISSING}), "up to where the prompts differ"
+        assert other.wrong(lease.fetch()) == 0
+    with match(pool, Prompt(901, 3)) as lease, pool.match([]) as empty:
+        assert (lease.hits, outcomes(lease.codes), lease.fetch(), empty.hits) == (0, {Code.MISSING}, [], 0)
     assert read(connect(), prompt) == 6, "another engine"
     assert match(connect(structs.replace(LAYOUT, model_id="other")), prompt).hits == 0
 
 
-def test_a_write_is_aborted_or_pending(connect: Connect) -> None:
+def test_arrays_are_stored(connect: Connect) -> None:
+    """One of the segments may be stored already."""
+    pool, prompt = connect(), Prompt(30, 40)
+    segments = np.stack([np.frombuffer(prompt.content(index), np.uint8) for index in range(40)])
+    keys = pool.prefix(prompt.tokens).keys
+    with pool.store(keys[3:4]) as write:
+        write.fill(segments[3:4])
+        with pytest.raises(ValueError, match="read-only"):
+            write.slots[0][1][0] = 1
+    assert write.commit() == bytes([Code.COMMITTED]), "a second commit only repeats the codes"
+    codes = pool.store_all(keys, segments, patience=LIMIT_S)
+    assert [index for index, code in enumerate(codes) if code == Code.EXISTS] == [3]
+    assert codes.count(Code.COMMITTED) == 39
+    with match(connect(verify=True), prompt) as lease:
+        assert prompt.wrong(lease.fetch()) == 0
+
+
+def test_a_write_is_aborted_pending_or_repeated(connect: Connect) -> None:
+    """With the checksums of a fill that failed, all nodes would refuse the right bytes of the next one."""
     pool, prompt = connect(), Prompt(903, 3)
     keys = pool.prefix(prompt.tokens).keys
-    with pool.store(keys) as write:
-        assert outcomes(store(pool, prompt, patience=0.0)) == {Code.PENDING}
-        write.abort()
+    failing = iter([False, True])
+
+    def prefill(index: int, slot: NDArray[np.uint8]) -> None:
+        if next(failing, False):
+            raise RuntimeError("mid-prefill")
+        prompt.fill(index, slot)
+
+    write = pool.store(keys)
+    assert outcomes(store(pool, prompt, patience=0.0)) == {Code.PENDING}
+    with pytest.raises(RuntimeError, match="mid-prefill"), write:
+        write.fill(prefill)
+    write.abort()
     assert match(pool, prompt).hits == 0
     with pytest.raises(ZeroDivisionError):
         pool.store_all(keys, lambda index, slot: 1 // 0)  # type: ignore[arg-type]
-    assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+    failing = iter([False, True])
+    with pool.store(keys) as write:
+        with pytest.raises(RuntimeError, match="mid-prefill"):
+            write.fill(prefill)
+        write.fill(prefill)
+    with match(connect(verify=True), prompt) as lease:
+        assert len(lease.fetch()) == 3
 
 
 def test_what_is_leased_or_viewed_is_not_evicted(connect: Connect) -> None:
-    pool, prompt = connect(), Prompt(904, 4)
+    pool, prompt = connect(), Prompt(904, 8)
+    keys = pool.prefix(prompt.tokens).keys
     store(pool, prompt)
     lease = match(pool, prompt)
-    view = lease.fetch(1, 2)[0][5:]
-    lease.release(2)
+    for _ in range(2):
+        lease.release(2, 5)
+    assert len(lease.fetch()) == 2, "a fetch ends at the first released segment"
     refill(pool, 41)
-    with match(pool, prompt) as held:
-        assert held.hits == 2
+    kept = lease.fetch(5, 8)
+    assert (len(kept), prompt.wrong(kept, start=5)) == (3, 0)
+    with match(pool, prompt) as whole:
+        assert whole.hits == 8, "what is leased keeps what is before it"
+    view = kept[1].view(np.float32).reshape(2, -1)[1][5:][::2]
+    expected = view.copy()
+    del kept
     lease.release()
     refill(pool, 42)
-    assert view.tobytes() == prompt.content(1)[5:]
-    del view, lease, held
+    assert view.tobytes() == expected.tobytes()
+    with pool.match(keys[1:]) as held:
+        assert held.hits == 7
+    del view, lease, held, whole
     gc.collect()
     refill(pool, 43)
-    assert match(pool, prompt).hits == 0
+    with pool.match(keys[6:7]) as gone:
+        assert gone.hits == 0, "the last array is gone, and the lease ended"
 
 
 def test_a_session_with_many_open_writes_is_refused(connect: Connect) -> None:
@@ -164,12 +213,20 @@ def test_a_match_waits_for_another_engine(connect: Connect) -> None:
 
 def test_keys_of_an_opaque_layout(connect: Connect) -> None:
     sizes: dict[str, Any] = {"shards": 2, "shard_bytes": 512, "segment_tokens": 16}
-    pool = connect(OpaqueLayout(model_id="m", weights_digest="w", engine="e 1", cache="c", **sizes))
-    keys = pool.opaque_keys([(0, bytes([number]) * 32) for number in range(4)])
+    pool = connect(OpaqueLayout(model_id="m", weights_digest="00", engine="e 1", cache="c", **sizes))
+    names = [(0, bytes([number]) * 32) for number in range(4)]
+    keys = pool.opaque_keys(names)
     pool.store_all(keys[1:3], [np.full(1024, number, np.uint8) for number in (1, 2)], patience=LIMIT_S)
     with pool.match(keys, MatchOptions(independent=True)) as lease:
         assert [Code(code) for code in lease.codes] == [Code.MISSING, Code.LOCAL, Code.LOCAL, Code.MISSING]
         assert [array[-1] for array in lease.fetch()] == [1, 2]
+    assert keys == pool.opaque_keys(names, weights_digest="00")
+    some: list[dict[str, Any]] = [{}, {"adapter": "lora"}, {"salt": "lora"}, {"weights_digest": "01"}]
+    assert len({key for options in some for key in pool.opaque_keys(names, **options)}) == len(names) * len(some)
+    with pytest.raises(ValueError, match="20 bytes; expected 32"):
+        pool.opaque_keys([(0, bytes(20))])
+    with pytest.raises(ValueError, match=r"in_flight_wait_s is 1\.0"):
+        MatchOptions(independent=True, in_flight_wait_s=1.0)
 
 
 def test_a_flipped_bit_is_found(connect: Connect) -> None:
@@ -180,6 +237,7 @@ def test_a_flipped_bit_is_found(connect: Connect) -> None:
     with match(careful, prompt) as lease:
         assert prompt.wrong(lease.fetch()) == 0
         assert (careful.corrupt, lease.code(2)) == (1, Code.LOCAL)
+        assert lease.copy_into(list(np.empty((4, LAYOUT.segment_bytes), np.uint8))) == 2
     wait_until(lambda: match(pool, prompt).hits == 2, "the copy was dropped")
 
 

@@ -191,36 +191,6 @@ def test_segments_behind_lost_ones_are_fetched() -> None:
             assert wrong(list(read.values()), list(read)) == 0
 
 
-def test_each_rank_fills_its_shard(cluster: Cluster) -> None:
-    with join(cluster, 0) as pool, join(cluster, 0, session=pool) as rank:
-        keys = pool.opaque_keys(engine_keys("ranks", 4))
-        size = OPAQUE.shard_bytes
-        reservation = pool.engine.reserve(keys)
-        for shard, process in enumerate((pool, rank)):
-            with process.engine.attach_write(reservation.id) as write:
-                for index, slot in write.slots:
-                    slot[shard * size : (shard + 1) * size] = content(keys[index])[shard * size : (shard + 1) * size]
-                write.commit(shards=1 << shard)
-        with pool.match(keys[::-1], INDEPENDENT, deadline_s=PATIENT_S) as lease:
-            assert lease.hits == 4
-            assert wrong(lease.fetch(), keys[::-1]) == 0
-
-
-def test_keys_depend_on_tenant_adapter_salt_and_weights(cluster: Cluster) -> None:
-    with join(cluster, 0) as pool:
-        names = engine_keys("names", 2)
-        assert pool.opaque_keys(names) == pool.opaque_keys(names, weights_digest=OPAQUE.weights_digest)
-        some = [{}, {"adapter": "lora"}, {"salt": "lora"}, {"weights_digest": "01"}]
-        assert len({key for options in some for key in pool.opaque_keys(names, **options)}) == 2 * len(some)
-        with pytest.raises(ValueError, match="20 bytes; expected 32"):
-            pool.opaque_keys([(0, bytes(20))])
-
-
-def test_independent_keys_do_not_wait_for_other_engines() -> None:
-    with pytest.raises(ValueError, match="in_flight_wait_s is 1.0"):
-        MatchOptions(independent=True, in_flight_wait_s=1.0)
-
-
 def test_a_session_has_one_layout(cluster: Cluster) -> None:
     """The first field that differs is named, also where the other process's layout is not opaque."""
     with join(cluster, 0) as pool:

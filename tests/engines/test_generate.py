@@ -116,26 +116,6 @@ def test_flipped_bytes_change_the_tokens(name: str) -> None:
         assert greedy(engine.generate, ids) != expected
 
 
-@pytest.mark.parametrize("call", ["prefix", "match", "fetch", "second fetch", "release", "store", "commit"])
-def test_a_failing_pool_changes_no_token(
-    model: Any, pool: FaultyPool, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "RETRY_S", 0.0)
-    ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(40, 1)])
-    expected = greedy(model.generate, ids, mask)
-    with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
-        if call not in ("store", "commit"):
-            greedy(engine.generate, ids, mask)
-            engine.flush()
-        pool.broken = {call}
-        for _ in range(2):
-            assert greedy(engine.generate, ids, mask) == expected
-            engine.flush()
-        assert engine.counts.failures > 0
-        assert sum(f"{call} is broken" in record.message for record in caplog.records) == 1
-        pool.broken = set()
-
-
 def test_each_refusal_code_is_logged_once(model: Any, pool: FaultyPool, caplog: pytest.LogCaptureFixture) -> None:
     with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
         for seed, code in enumerate((Code.WRITE_BUDGET, Code.NO_SLOT, Code.WRITE_BUDGET)):

@@ -121,20 +121,6 @@ def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
         assert rates is engine.rates
 
 
-@pytest.mark.parametrize("call", ["match", "nodes", "fetch", "prefix"])
-def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) -> None:
-    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
-    row = prompt(4 * SEGMENT + 3, 5)
-    ids, mask = padded([row])
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
-    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT)) as engine:
-        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
-        assert engine.flush(30)
-        pool.broken.add(call)
-        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
-
-
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 @pytest.mark.parametrize("where", ["allocate", "place_rows", "RoomyCache"])
 def test_a_batch_that_finds_no_memory_keeps_no_lease(
@@ -157,26 +143,6 @@ def test_a_batch_that_finds_no_memory_keeps_no_lease(
         monkeypatch.setattr(f"tokenlake_client.engines.transformers.engine.{where}", full)
         assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
         assert pool.leases or mode == "fetch", "the planner has matched the prompt"
-        assert pool.leased == 0
-
-
-@pytest.mark.parametrize("call", ["mark_in_flight", "nodes", "fetch", "second fetch"])
-def test_a_load_that_fails_keeps_no_lease(model: Any, call: str) -> None:
-    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
-    row = prompt(4 * SEGMENT + 3, 9)
-    ids, mask = padded([row + prompt(4 * SEGMENT, 10)])
-    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
-    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT, window=2)) as engine:
-        engine.prefill(row)
-        assert engine.flush(30)
-        pool.far = "far"
-        # A prefill that takes long, so that the match waits for other engines and markers are set.
-        for _ in range(64):
-            engine.rates.prefill.add(64, 0, 1.0, 0.0)
-        pool.broken.add(call)
-        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
-        assert pool.leases
         assert pool.leased == 0
 
 
