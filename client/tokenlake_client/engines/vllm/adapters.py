@@ -18,7 +18,6 @@ vLLM is imported where it is used.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -32,17 +31,6 @@ from typing import Any, Protocol
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, state_of_directory
-
-__all__ = [
-    "AdapterUse",
-    "Adapters",
-    "CachedAdapters",
-    "LoadedAdapters",
-    "LoraRequest",
-    "RequestAdapter",
-    "options_of",
-    "watch_loads",
-]
 
 ATTEMPTS = 3
 """The number of times that files which change while they are digested are digested."""
@@ -59,7 +47,6 @@ MAX_NUMBERS = 64
 MAX_ADAPTERS = 16384
 """Limit of the adapters that are remembered. vLLM gives an adapter that is loaded while it runs a new number each
 time."""
-_WRAPPED = "_tokenlake_watches_loads"
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 _watching_lock = threading.Lock()
 
@@ -360,34 +347,17 @@ def options_of(lora_config: Any, dtype: Any) -> dict[str, object]:
     return {name: str(value) for name, value in found.items() if value not in (defaults[name], "auto")}
 
 
-def watch_loads() -> bool:
-    """From now on, record each adapter that vLLM loads in this process in all `LoadedAdapters`. False: this version of
-    vLLM lacks the method that loads adapters, so they cannot be recorded. A second call does nothing."""
-    try:
-        from vllm.lora.worker_manager import WorkerLoRAManager
-    except ImportError:
-        return False
-    original = getattr(WorkerLoRAManager, "_load_adapter", None)
-    if original is None:
-        return False
-    if getattr(original, _WRAPPED, False):
-        return True
-
-    @functools.wraps(original)
-    def load_adapter(self: Any, lora_request: Any) -> Any:
-        before = _state(lora_request)
-        result = original(self, lora_request)
-        # Files that changed while vLLM read them are in a state of their own.
-        after = _state(lora_request)
-        with _watching_lock:
-            watching = list(_watching)
-        for loaded in watching:
-            loaded.loaded(lora_request.lora_int_id, after if before in (after, None) else None)
-        return result
-
-    setattr(load_adapter, _WRAPPED, True)
-    WorkerLoRAManager._load_adapter = load_adapter
-    return True
+def load_adapter(manager: Any, original: Callable[..., Any], lora_request: LoraRequest) -> Any:
+    """Record an adapter that vLLM loads in this process in all `LoadedAdapters` (`patches.ADAPTERS`)."""
+    before = _state(lora_request)
+    result = original(lora_request)
+    # Files that changed while vLLM read them are in a state of their own.
+    after = _state(lora_request)
+    with _watching_lock:
+        watching = list(_watching)
+    for loaded in watching:
+        loaded.loaded(lora_request.lora_int_id, after if before in (after, None) else None)
+    return result
 
 
 def _state(lora: LoraRequest) -> str | None:

@@ -17,7 +17,7 @@ from tokenlake.keys import Prefix
 from tokenlake_client.engines.vllm.adapters import RequestAdapter
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
 from tokenlake_client.engines.vllm.lookup import Lookup
-from tokenlake_client.engines.vllm.pool import SchedulerPool
+from tokenlake_client.pool import Pool
 from tokenlake_client.salts import joined_salt
 
 __all__ = [
@@ -166,7 +166,7 @@ class RequestState:
         """True if all values are known on which the keys depend."""
         return self.adapter is None or self.adapter.digest is not None
 
-    def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
+    def keys(self, pool: Pool, salt: str | None) -> Sequence[SegmentKey]:
         """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
         hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
         engine, which is part of the keys. Only for a request that is `identified`."""
@@ -183,7 +183,7 @@ class RequestState:
             self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
         return self.prefix.keys
 
-    def contents(self, pool: SchedulerPool, segments: range, model: str) -> tuple[bytes, ...]:
+    def contents(self, pool: Pool, segments: range, model: str) -> tuple[bytes, ...]:
         """The contents of `segments`, whose keys are known, for routers. `model`: the name under which vLLM serves it.
         Empty where the daemon does not publish them, and for a prompt that a router does not know by its tokens: one
         with a salt of its own or with media."""
@@ -192,7 +192,7 @@ class RequestState:
         adapter = self.adapter.name if self.adapter is not None else ""
         return pool.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
 
-    def tail_key(self, pool: SchedulerPool, salt: str | None, segment: int) -> SegmentKey | None:
+    def tail_key(self, pool: Pool, salt: str | None, segment: int) -> SegmentKey | None:
         """The key of the tail of the prompt; None where the prompt has no tail that the engine that decodes it needs.
         Arguments as of `keys`. `segment`: the number of tokens of a segment."""
         if not has_tail(self.prompt, segment):

@@ -30,7 +30,6 @@ from tokenlake_client.engines.vllm.in_flight_waits import InFlightWaits
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import Lookup, Lookups
-from tokenlake_client.engines.vllm.pool import SchedulerPool
 from tokenlake_client.engines.vllm.request import (
     EngineRequest,
     RequestEnd,
@@ -43,6 +42,7 @@ from tokenlake_client.engines.vllm.request import (
 from tokenlake_client.engines.vllm.save_scheduler import ScheduledSaves
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
+from tokenlake_client.pool import Pool
 
 __all__ = ["SchedulerSide"]
 
@@ -57,7 +57,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        pool: Callable[[], SchedulerPool | None],
+        pool: Callable[[], Pool | None],
         settings: EngineSettings,
         block_tokens: int,
         counters: EngineCounters,
@@ -108,7 +108,7 @@ class SchedulerSide:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for longer than `late_lookup.SILENT_S`."""
+        """True if the daemon has not answered a late lookup for longer than `lookup.SILENT_S`."""
         return self._lookups.silent
 
     @property
@@ -512,7 +512,7 @@ class SchedulerSide:
             state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
 
     def _computed_elsewhere(
-        self, pool: SchedulerPool, state: RequestState, prefill: RemotePrefill
+        self, pool: Pool, state: RequestState, prefill: RemotePrefill
     ) -> tuple[Sequence[SegmentKey], InFlightWait]:
         """The keys to look up of a prompt that another engine has computed, and how long the lookup may wait for them.
         If that engine has other keys (another model, salt or prompt), the request is served as any other."""
@@ -593,9 +593,7 @@ class SchedulerSide:
                 state.saved.segments = segments.start
         return saves
 
-    def _plan_offer(
-        self, pool: SchedulerPool, state: RequestState, table: Callable[[str], Sequence[int]]
-    ) -> list[SavePlan]:
+    def _plan_offer(self, pool: Pool, state: RequestState, table: Callable[[str], Sequence[int]]) -> list[SavePlan]:
         """The plan that stores the tail of a prompt for the engine that decodes it. Sets the in-flight markers of the
         prompt's segments before that engine can ask for them, and `state.offered`. Raises the errors of the pool."""
         full = state.prompt // self._segment

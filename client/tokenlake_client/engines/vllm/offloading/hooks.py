@@ -1,14 +1,4 @@
-"""Hooks that vLLM's OffloadingConnector lacks, added to its class for backends that are ours.
-
-vLLM's class takes each load for a success, does not pass the requests on to the backend, and does not pass reports on
-the caches of the ranks to the scheduler's side. So some of its methods are extended::
-
-    on_new_request                        the digest of the request's LoRA adapter goes to the manager
-    get_transfer_results                  names requests whose load failed, so that vLLM computes them
-    update_connector_output               counts these loads, and passes the ranks' reports on their caches on
-    build_connector_worker_meta           carries the report of a rank in its first step
-    get_handshake_metadata                carries the report of a rank before the first request
-    set_xfer_handshake_metadata_pp_aware  passes the reports before the first request on
+"""The hooks that vLLM's OffloadingConnector lacks, for backends that are ours (`patches.OFFLOADING`).
 
 When all ranks have reported, the layout is known and the pool is opened: before the first request, by vLLM's handshake,
 or else in the first step. `MultiConnector` has one handshake for all its connectors, so that a connector within it uses
@@ -17,20 +7,14 @@ the first step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from tokenlake_client.engines.vllm.offloading.identity import RankFacts, counted_group, identity_of, rank_facts
-
-__all__ = ["extend", "manager_of", "worker_of"]
-
-_EXTENDED = "_tokenlake_extended"
 
 
 @dataclass
@@ -63,25 +47,6 @@ def worker_of(connector: Any) -> Any:
     """The `PoolWorker` of an OffloadingConnector on a rank; None if it has another backend or role."""
     worker = getattr(connector.connector_worker, "worker", None)
     return worker if hasattr(worker, "take_failed") else None
-
-
-def extend() -> None:
-    """Extend the methods of vLLM's OffloadingConnector. A second call does nothing."""
-    if getattr(OffloadingConnector, _EXTENDED, False):
-        return
-    hooks: list[Callable[..., Any]] = [on_new_request, get_transfer_results, build_connector_worker_meta]
-    hooks += [update_connector_output, get_handshake_metadata, set_xfer_handshake_metadata_pp_aware]
-    for hook in hooks:
-        setattr(OffloadingConnector, hook.__name__, _extended(getattr(OffloadingConnector, hook.__name__), hook))
-    setattr(OffloadingConnector, _EXTENDED, True)
-
-
-def _extended(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(self, functools.partial(original, self), *args, **kwargs)
-
-    return method
 
 
 def on_new_request(connector: Any, original: Callable[..., Any], request: Any) -> Any:
