@@ -165,10 +165,10 @@ class _Lease:
         self.took: tuple[int, int] | None = None
         pools.leases[int(self.ids[0])] = self
 
-    def takes(self, start: int, stop: int) -> None:
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
         self.took = start, stop
 
-    def fetch(self, start: int, stop: int) -> list[Segment]:
+    def fetch(self, start: int, stop: int, at_most_s: float = 0.0) -> list[Segment]:
         self._pools.fetching.release()
         assert self._pools.fetches.wait(TIMEOUT_S)
         if not self._pools.connected:
@@ -181,6 +181,9 @@ class _Lease:
             self._pools.remote.discard(key)
             arrays.append(self._pools.segments[key])
         return arrays
+
+    def code(self, index: int) -> Code:
+        return Code.LOST
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         for index in range(start, self.hits if stop is None else stop):

@@ -14,19 +14,20 @@ from numpy.typing import NDArray
 
 from tests.engines.chunk_pool import ChunkPools, layout_of
 from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.vllm.copies import HostCopy
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import (
-    ChunkPart,
     blocks_per_chunk,
     chunk_parts,
     parse_key,
     whole_chunks,
 )
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
-from tokenlake_client.engines.vllm.offloading.pages import HostPages, PageTable, chunk_bytes
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.match import MatchOptions
 
 TIMEOUT_S = 10.0
@@ -47,8 +48,8 @@ def test_chunks_have_about_as_many_tokens_as_a_segment() -> None:
 def test_blocks_of_a_job_by_chunk() -> None:
     # Group 3: two chunks, the first from its second block on, the last ends after its first. Group 5: one whole chunk.
     parts = chunk_parts([3, 3, 5], GROUPS, [7, 8, 4, 6], [2, 2], [5, 0], SIZE)
-    assert parts == [ChunkPart(0, 0, 1, (7,)), ChunkPart(1, 0, 0, (8,)), ChunkPart(2, 1, 0, (4, 6))]
-    assert whole_chunks(parts, SIZE) == [ChunkPart(2, 1, 0, (4, 6))]
+    assert parts == [Part(0, 0, 1, (7,)), Part(1, 0, 0, (8,)), Part(2, 1, 0, (4, 6))]
+    assert whole_chunks(parts, SIZE) == [Part(2, 1, 0, (4, 6))]
     assert whole_chunks(chunk_parts([3], GROUPS, [0, 9], [2, 0], [0, 0], SIZE), SIZE) == []
 
 
@@ -77,7 +78,7 @@ class Rank:
         self.groups = [[table(12, 10), table(8, 8)], [table(24, 20)]]
         self.counters = EngineCounters()
         self.reports: list[str] = []
-        pages = HostPages(self.groups, SIZE)
+        pages = HostCopy(PageCache(self.groups, SIZE))
         self.gate = threading.Event()
         self.gate.set()
         self.pages = _Gated(pages, self.gate)
@@ -111,19 +112,22 @@ class Rank:
 class _Gated:
     """Copies that wait for an event."""
 
-    def __init__(self, pages: HostPages, gate: threading.Event) -> None:
+    def __init__(self, pages: HostCopy, gate: threading.Event) -> None:
         self._pages, self._gate = pages, gate
         self.ready = pages.computed()
         self.copying = threading.Event()
 
-    def to_slot(self, shard: Any, part: ChunkPart) -> int:
+    def to_slot(self, shard: Any, part: Part) -> int:
         self.copying.set()
         assert self._gate.wait(TIMEOUT_S)
         return self._pages.to_slot(shard, part)
 
-    def from_slot(self, shard: Any, part: ChunkPart) -> int:
+    def from_slot(self, shard: Any, part: Part) -> int:
         assert self._gate.wait(TIMEOUT_S)
         return self._pages.from_slot(shard, part)
+
+    def finish(self) -> None:
+        self._pages.finish()
 
     def computed(self) -> Callable[[], None]:
         return self.ready
@@ -310,5 +314,5 @@ def test_a_job_that_does_not_fit_is_reported_and_ends(pools: ChunkPools) -> None
 
 def test_the_largest_chunk_sets_the_size() -> None:
     rank = Rank(ChunkPools())
-    assert chunk_bytes(rank.groups, SIZE) == SIZE * 20
+    assert PageCache(rank.groups, SIZE).shard_bytes == SIZE * 20
     rank.worker.close(1.0)

@@ -105,7 +105,8 @@ class BlockCache:
 
     def nbytes(self, part: Part) -> int:
         """See `copies.Cache`."""
-        return self.shard_bytes * len(part.blocks) * self._stacks[0].block_tokens // self._layout.segment_tokens
+        tokens: int = len(part.blocks) * self._stacks[0].block_tokens
+        return self.shard_bytes * tokens // self._layout.segment_tokens
 
     def gather(self, shard: Any, part: Part) -> None:
         """See `copies.Cache`. What lies behind the last block is filled with zeros."""

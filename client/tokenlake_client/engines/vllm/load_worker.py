@@ -56,12 +56,12 @@ def load_parts(
     began = time.perf_counter()
     lease = pool.attach(*map(LeaseId, lease_ids), request=request, deadline_s=at_most_s or None)
     attach_s = time.perf_counter() - began
-    by_index = {part.index: part for part in parts}
+    by_segment = {part.segment: part for part in parts}
     blocks, nbytes, fetched, fetch_s, unfilled = 0, 0, 0, 0.0, ""
     try:
         if lease.incarnation != incarnation:
-            by_index, unfilled = {}, "the daemon has restarted, so the leased segments no longer exist"
-        for start, stop in runs(sorted(by_index), WINDOW):
+            by_segment, unfilled = {}, "the daemon has restarted, so the leased segments no longer exist"
+        for start, stop in runs(sorted(by_segment), WINDOW):
             fetch_began = time.perf_counter()
             # The limit is that of the attachment and of all transfers of the load together.
             left_s = max(LEAST_LEFT_S, at_most_s - attach_s - fetch_s) if at_most_s else 0.0
@@ -69,8 +69,8 @@ def load_parts(
             fetch_s += time.perf_counter() - fetch_began
             for index, array in enumerate(arrays, start):
                 with copying():
-                    nbytes += copy.from_slot(array[shard], by_index[index])
-                blocks += len(by_index[index].blocks)
+                    nbytes += copy.from_slot(array[shard], by_segment[index])
+                blocks += len(by_segment[index].blocks)
             copy.finish()
             fetched += len(arrays)
             if len(arrays) < stop - start:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,14 @@ class Save:
     """The incarnation of the daemon that granted the reservation of the slots."""
     mask: int = 1
     """The bit mask of the shards that this rank fills."""
-    shard: slice = slice(None)
+    shard: slice = field(default_factory=lambda: slice(None))
     """The bytes of a slot that are passed to the copies."""
     hints: Hints | None = None
     contents: tuple[bytes, ...] = ()
     marked: bool = False
     """True: the segments have in-flight markers, which are removed where the segments are not stored."""
-    since: float = field(default_factory=time.monotonic)
-    """The time in seconds, by `time.monotonic`, at which the job was submitted."""
+    since: float = 0.0
+    """The time in seconds, by `time.monotonic`, at which the job was submitted; set by `SaveWriter.submit`."""
 
 
 class BlocksTaken(Exception):
@@ -102,7 +102,7 @@ class SaveWriter:
     def submit(self, save: Save) -> None:
         """Store the segments of `save` in the background."""
         self._last = max(self._last, save.job)
-        if not self._queue.submit(save):
+        if not self._queue.submit(replace(save, since=time.monotonic())):
             self._give_up(save)
 
     def skip(self, job: int) -> None:
@@ -160,13 +160,13 @@ class SaveWriter:
                 nbytes += self._copy.to_slot(slot[save.shard], part)
 
         codes = self._fill_reserved(save, pool, fill) if save.write else self._store(save, pool, fill)
-        tokens = [save.tokens[part.index] for part in save.parts]
+        tokens = [save.tokens[part.segment] for part in save.parts]
         stored = sum(
             count for count, code in zip(tokens, codes, strict=True) if code in (Code.COMMITTED, Code.RESERVED)
         )
         self._counters.add(tokens_stored=stored, tokens_not_stored=sum(tokens) - stored)
         refused = [
-            SegmentKey(save.keys[part.index])
+            SegmentKey(save.keys[part.segment])
             for part, code in zip(save.parts, codes, strict=True)
             if Code(code).refused
         ]
@@ -179,7 +179,7 @@ class SaveWriter:
         # While the pool refuses writes, the jobs of a full queue together wait no longer than one of them.
         patience = max(0.0, self._patience_s - (time.monotonic() - save.since))
         return pool.store_all(
-            [SegmentKey(save.keys[part.index]) for part in save.parts],
+            [SegmentKey(save.keys[part.segment]) for part in save.parts],
             lambda at, slot: fill(save.parts[at], slot),
             save.first,
             patience,
@@ -190,22 +190,22 @@ class SaveWriter:
 
     def _fill_reserved(self, save: Save, pool: Pool, fill: Callable[[Part, NDArray[np.uint8]], None]) -> bytes:
         """Fill this rank's shards of the reserved slots. Returns a `Code` for each part."""
-        by_index = {part.index: part for part in save.parts}
+        by_segment = {part.segment: part for part in save.parts}
         write = pool.attach_write(WriteId(save.write))
         try:
             if write.incarnation != save.incarnation:
                 raise Unreachable("the daemon has restarted, so the reserved slots no longer exist")
-            if any(index not in by_index for index, _ in write.slots):
+            if any(index not in by_segment for index, _ in write.slots):
                 # All ranks find the same: vLLM has given up the first blocks of a segment.
                 raise BlocksTaken
             for index, slot in write.slots:
-                fill(by_index[index], slot)
+                fill(by_segment[index], slot)
         except BaseException:
             write.abort()
             raise
         codes = write.commit(save.mask)
         write.leave()
-        return bytes(codes[part.index] for part in save.parts)
+        return bytes(codes[part.segment] for part in save.parts)
 
     def _give_up(self, save: Save) -> None:
         self._drop(save)

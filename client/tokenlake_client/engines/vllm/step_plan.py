@@ -14,7 +14,7 @@ from tokenlake_client.engines.vllm.adapters import AdapterUse
 class Part(NamedTuple):
     """The blocks of a job that belong to one segment."""
 
-    index: int
+    segment: int
     """The index of the segment among the keys of the job, or in its lease."""
     group: int
     """The position of the blocks' cache group among the groups of the job."""

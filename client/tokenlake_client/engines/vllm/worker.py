@@ -134,12 +134,11 @@ class WorkerSide:
         ready = self._ready()
         for save in plan.saves:
             # An adapter may be loaded again before the thread stores the segments, so the check belongs to the step.
+            pool: Callable[[], Pool | None] = _no_pool
             if self._adapters is None or self._adapters.may_store(save.adapter):
                 # The rank joins the session in the background thread, so that neither the step nor a request waits.
                 join_s = self._settings.deadlines.connect_s
                 pool = partial(self._session.get, plan.session, plan.incarnation, join_s)
-            else:
-                pool = _no_pool
             self._writer.submit(self._job(save, pool, ready))
 
     def _job(self, save: SavePlan, pool: Callable[[], Pool | None], ready: Callable[[], None]) -> Save:

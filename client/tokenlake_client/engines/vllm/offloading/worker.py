@@ -232,7 +232,7 @@ class ChunkWorker:
         if not self._adapters.may_load(job.adapter):
             raise BlocksTaken
         load.ready()
-        parts = [part._replace(index=job.segments[part.index]) for part in load.parts]
+        parts = [part._replace(segment=job.segments[part.segment]) for part in load.parts]
         loaded = load_parts(
             pool,
             job.leases,
