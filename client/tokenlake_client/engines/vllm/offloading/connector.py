@@ -68,9 +68,13 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
     @hook(None)
     def on_new_request(self, request: Any) -> None:
         """vLLM's hook for a request that has arrived."""
+        self._warn_of_split(request)
+        super().on_new_request(request)
+
+    @hook(lambda: None)
+    def _warn_of_split(self, request: Any) -> None:
         if is_split(request.kv_transfer_params):
             self.side.reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
-        super().on_new_request(request)
 
     @hook(None)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
