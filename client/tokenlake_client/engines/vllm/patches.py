@@ -56,8 +56,6 @@ OFFLOADING = tuple(
         "get_transfer_results": "names requests whose load failed, so that vLLM computes them",
         "update_connector_output": "counts these loads, and passes the ranks' reports on their caches on",
         "build_connector_worker_meta": "carries the report of a rank in its first step",
-        "get_handshake_metadata": "carries the report of a rank before the first request",
-        "set_xfer_handshake_metadata_pp_aware": "passes the reports before the first request on",
     }.items()
 )
 _REPLACED = "_tokenlake_hook"

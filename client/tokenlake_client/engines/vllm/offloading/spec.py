@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     LookupResult,
@@ -259,16 +258,9 @@ class PoolWorker(OffloadingWorker):  # type: ignore[misc]
     def __init__(self, chunks: ChunkWorker, rank: int, cache: PageCache) -> None:
         self.chunks = chunks
         self.rank = rank
-        self.shard_bytes = cache.shard_bytes
-        """The bytes of the largest chunk on this rank."""
-        outer = get_current_vllm_config_or_none()
-        transfer = outer.kv_transfer_config if outer is not None else None
-        self.nested = transfer is None or transfer.kv_connector == "MultiConnector"
-        """True: the connector is, or may be, one of several."""
-        self.told = False
+        self.cache = cache
+        self.reported = False
         """True: the rank has reported on its cache."""
-        self.page_bytes = [[table.nbytes for table in group] for group in cache.groups]
-        """The bytes of the pages of each cache group's tables."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """vLLM's hook: store chunks."""
