@@ -104,9 +104,7 @@ def test_this_vllm_has_all_methods_that_are_replaced(group: tuple[Patch, ...], m
     assert methods() == replaced
 
 
-def test_without_the_methods_requests_are_served_without_the_pool(
-    arguments: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_without_the_pool_if_they_are_lacking(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side, "apply", lambda group: False)
     assert side.Side({}).adapters(object(), "float32") is None
     request = SimpleNamespace(lora_request=object(), mm_features=())
