@@ -216,7 +216,7 @@ class VllmEngine:
         """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
             chunks = getattr(getattr(rank, "connector_worker", None), "worker", None)
-            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._pages, seconds)
+            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._copy, seconds)
 
     def _slow_loads(self, copy: Any, seconds: float) -> None:
         copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
@@ -235,6 +235,7 @@ class VllmEngine:
         import numpy as np
 
         from tokenlake.layout import Layout
+        from tokenlake_client.engines.vllm.step_plan import Part
 
         worker = _ours(self._rank())[0]._worker
         layout = Layout.decode(bytes.fromhex(self.layout()))
@@ -243,7 +244,7 @@ class VllmEngine:
         each = layout.segment_tokens // worker._block
         began = time.perf_counter()
         for index, slot in enumerate(source):
-            worker._copy.from_slot(slot, range(1 + index * each, 1 + (index + 1) * each), 0)
+            worker._copy.from_slot(slot, Part(0, 0, 0, tuple(range(1 + index * each, 1 + (index + 1) * each))))
         worker._copy.finish()
         copied = time.perf_counter()
         np.copyto(target, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.vllm.late_lookup import SILENT_S, LateLookup
+from tokenlake_client.engines.vllm.lookup import SILENT_S, LateLookup
 
 
 class Lookup:

@@ -7,23 +7,17 @@ The digest of an epoch depends on the event that began it::
     named version  a digest with the trainer's version: shared with all engines that started from the same weights and
                    have the same version. It is accepted only after a reset that emptied the engine's own cache and
                    before anything was computed; otherwise results of other weights could be stored under the version
-
-vLLM is imported where it is used.
 """
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Callable
 from typing import Any
 
 from tokenlake_client.weights import digest_of_version
 
-__all__ = ["WeightsEpoch", "on_weight_version", "set_version", "version_refused"]
-
 RANDOM_BYTES = 16
-_WRAPPED = "_tokenlake_reports_versions"
 
 
 class WeightsEpoch:
@@ -52,39 +46,16 @@ class WeightsEpoch:
         self._clean = False
 
 
-def on_weight_version(report: Callable[[Any, str], None]) -> None:
-    """From now on, when the weight version of an engine is set, call `report(connector, version)` for each connector of
-    the engine. A second call of this function does nothing.
-
-    vLLM keeps the version that a trainer sets (`finish_weight_update(weight_version)`, `update_weight_version`) in the
-    scheduler's process and has no hook for it, so the method that sets it is wrapped. In a version of vLLM without that
-    method nothing is reported, and each change of the weights begins a random epoch.
-    """
-    try:
-        from vllm.v1.engine.core import EngineCore
-    except ImportError:
-        return
-    original = getattr(EngineCore, "set_weight_version", None)
-    if original is None or getattr(original, _WRAPPED, False):
-        return
-
-    @functools.wraps(original)
-    def set_weight_version(self: Any, weight_version: str) -> Any:
-        result = original(self, weight_version)
-        connector = getattr(getattr(self, "scheduler", None), "connector", None)
-        # The connector may be vLLM's MultiConnector, which keeps the connectors within it in the list `_connectors`.
-        for one in (connector, *getattr(connector, "_connectors", ())):
-            report(one, weight_version)
-        return result
-
-    setattr(set_weight_version, _WRAPPED, True)
-    EngineCore.set_weight_version = set_weight_version
-
-
-def set_version(connector: Any, version: str) -> None:
-    """Report the weights' version to a connector, if it is one of ours. For `on_weight_version`."""
-    if hasattr(connector, "new_weights"):
-        connector.new_weights(version)
+def set_weight_version(engine: Any, original: Callable[..., Any], weight_version: str) -> Any:
+    """Report the version that a trainer sets (`finish_weight_update(weight_version)`, `update_weight_version`) to the
+    connectors of vLLM's engine (`patches.VERSION`): vLLM keeps it in the scheduler's process and has no hook for it."""
+    result = original(weight_version)
+    connector = getattr(getattr(engine, "scheduler", None), "connector", None)
+    # The connector may be vLLM's MultiConnector, which keeps the connectors within it in the list `_connectors`.
+    for one in (connector, *getattr(connector, "_connectors", ())):
+        if hasattr(one, "new_weights"):
+            one.new_weights(weight_version)
+    return result
 
 
 def version_refused(version: str) -> str:

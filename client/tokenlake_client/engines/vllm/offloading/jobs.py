@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tokenlake.hints import Hints
 from tokenlake_client.engines.vllm.adapters import AdapterUse
 
-__all__ = ["NOWHERE", "LoadJob", "Member", "StoreJob"]
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -36,7 +34,7 @@ class LoadJob:
     member: Member
     request: str
     leases: tuple[int, ...]
-    """The numbers of the lease's parts (`MatchedLease.ids`)."""
+    """The numbers of the lease's parts (`Lease.ids`)."""
     segments: tuple[int, ...]
     """For each chunk of the job, the index of its segment in the lease; -1: it has none."""
     groups: tuple[int, ...]

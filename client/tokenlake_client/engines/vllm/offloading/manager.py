@@ -24,14 +24,14 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.vllm.adapters import AdapterUse, CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.late_lookup import LateLookup
+from tokenlake_client.engines.vllm.lookup import LateLookup
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, Found
-from tokenlake_client.engines.vllm.offloading.pool import ChunkPool
-from tokenlake_client.engines.vllm.pool import Reservation
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
+from tokenlake_client.pool import Pool
+from tokenlake_client.write import Reservation
 
 __all__ = ["ChunkManager"]
 
@@ -91,7 +91,7 @@ class ChunkManager:
         self._clock = clock
         self._deadline_s = settings.match_ms / 1e3
         self._late = LateLookup(clock)
-        self._pool: Callable[[], ChunkPool | None] | None = None
+        self._pool: Callable[[], Pool | None] | None = None
         self._layout: OpaqueLayout | None = None
         self._stopped = False
         self._open_until: float | None = None
@@ -113,10 +113,10 @@ class ChunkManager:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for more than `late_lookup.SILENT_S`."""
+        """True if the daemon has not answered a late lookup for more than `lookup.SILENT_S`."""
         return self._late.silent
 
-    def open(self, pool: Callable[[], ChunkPool | None], layout: OpaqueLayout) -> None:
+    def open(self, pool: Callable[[], Pool | None], layout: OpaqueLayout) -> None:
         """Use the pool from now on. `pool` returns it or None, and must not wait. `layout`: that of the pool. Any
         thread may call this method."""
         self._layout = layout
@@ -377,7 +377,7 @@ class ChunkManager:
         return self._take(state)
 
     def _segment_keys(
-        self, pool: ChunkPool, state: _Request, keys: Iterable[bytes], weights: str | None
+        self, pool: Pool, state: _Request, keys: Iterable[bytes], weights: str | None
     ) -> list[SegmentKey]:
         adapter = None if state.adapter is None else state.adapter.digest
         return pool.opaque_keys(map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=weights)
