@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tokenlake.content import contents_of
 from tokenlake.errors import TokenLakeError
@@ -166,11 +165,6 @@ class EngineCalls:
     def tenant(self) -> TenantId:
         """The tenant that the daemon gave this process, by its token or its uid."""
         return self._grants.link.tenant
-
-    @property
-    def socket(self) -> Path:
-        """The path of the daemon's socket."""
-        return self._grants.link.channel.path
 
     @property
     def timeouts(self) -> int:

@@ -253,6 +253,11 @@ class Pool:
         return self._grants.link
 
     @property
+    def socket(self) -> Path:
+        """The path of the daemon's socket."""
+        return self.link.channel.path
+
+    @property
     def verify(self) -> bool:
         """True where the pool checks the checksum of each segment that it reads."""
         return self._state.verify

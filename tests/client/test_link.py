@@ -185,7 +185,7 @@ def test_client_and_daemon_without_settings_meet(tmp_path: Path, monkeypatch: py
         place = (system if os.geteuid() == 0 else runtime) / "tokenlake-local.sock"
         wait_until(lambda: place.exists() or daemon.poll() is not None, "the daemon listens")
         with Pool.connect(None, LAYOUT, deadlines=PATIENT) as pool:
-            assert pool.engine.socket == place
+            assert pool.socket == place
             assert pool.node == "local"
     finally:
         daemon.terminate()

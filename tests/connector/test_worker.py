@@ -108,7 +108,7 @@ class Rank:
         )
 
     def join(self, *, verify: bool = False) -> MemoryPool:
-        return MemoryPool(LAYOUT, self.daemon, session=self.pool.session, verify=verify)
+        return MemoryPool(LAYOUT, self.daemon, session=self.pool.engine.session, verify=verify)
 
     def report(self, operation: str, error: BaseException) -> None:
         self.reported.append(f"{operation}: {error}")
@@ -123,7 +123,7 @@ class Rank:
         return self.step(wait=True, loads=(plan,))
 
     def step(self, step: int = 1, **fields: Any) -> StepPlan:
-        return StepPlan(step, int(self.pool.session), self.pool.incarnation, **fields)
+        return StepPlan(step, int(self.pool.engine.session), self.pool.engine.incarnation, **fields)
 
     def run(self, plan: StepPlan) -> set[int]:
         self.side.begin(plan)

@@ -73,6 +73,7 @@ class ChunkPools:
         self.leases: dict[int, _Lease] = {}
         self.writes = 0
         self.closed = 0
+        self.engine = self
 
     def opaque_keys(
         self,

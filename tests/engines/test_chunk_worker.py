@@ -75,7 +75,7 @@ class Scene:
         self.layout = layout_of(shards, 48)
         self.pool = MemoryPool(self.layout)
         self.leases: list[Lease] = []
-        self.member = Member(int(self.pool.session), self.pool.incarnation, self.layout.encode(), 48)
+        self.member = Member(int(self.pool.engine.session), self.pool.engine.incarnation, self.layout.encode(), 48)
 
     def join(self, session: int, layout: bytes) -> MemoryPool:
         return MemoryPool(OpaqueLayout.decode(layout), self.pool.daemon, session=SessionId(session))
@@ -211,7 +211,7 @@ def test_two_ranks_fill_their_shards() -> None:
     pools = Scene(2)
     ranks = [Rank(pools, shard, seed=shard) for shard in (0, 1)]
     expected = [rank.contents(0, [1, 2, 3, 4]) for rank in ranks]
-    reserved = pools.pool.reserve(KEYS)
+    reserved = pools.pool.engine.reserve(KEYS)
     for rank in ranks:
         assert not pools.stored()
         rank.worker.submit_store(1, STORED, store(pools, int(reserved.id)))

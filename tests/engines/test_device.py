@@ -165,7 +165,8 @@ def worker(copy: DeviceCopy, slots: list[NDArray[np.uint8]], stored: list[NDArra
         stored.append(slot)
         return bytes([Code.COMMITTED] * len(keys))
 
-    pool = SimpleNamespace(attach=lambda *_, **__: lease, store_all=store_all)
+    attaching = SimpleNamespace(attach=lambda *_, **__: lease)
+    pool = SimpleNamespace(engine=attaching, store_all=store_all)
     members: Any = SimpleNamespace(get=lambda *_, **__: pool, close=lambda: None)
     settings, shards = EngineSettings(segment_tokens=SEGMENT), RankShards(0, 1, 1, True)
     return WorkerSide(members, copy, shards, settings, BLOCK, EngineCounters(), lambda what, error: None, print)

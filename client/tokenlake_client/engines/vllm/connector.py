@@ -41,7 +41,6 @@ from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_po
 from tokenlake_client.engines.vllm.stats import sources_of_hit
 from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
-from tokenlake_client.pool import Pool
 
 
 @dataclass
@@ -367,7 +366,7 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
 
     def _log_status(self) -> None:
         if self._connection is not None and self._scheduler is not None:
-            self.side.status.update(cast("Pool | None", self._connection.pool), silent=self._scheduler.silent)
+            self.side.status.update(self._connection.pool, silent=self._scheduler.silent)
 
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(

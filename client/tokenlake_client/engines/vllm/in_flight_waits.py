@@ -117,7 +117,7 @@ class InFlightMarkers:
             # This engine does not store the segment.
             pool = self._pool()
             if pool is not None:
-                pool.mark_in_flight([first], 0.0)
+                pool.engine.mark_in_flight([first], 0.0)
         elif lookup.wait.total_s:
             state.gap, state.marker_s = lookup.hits, lookup.marker_s
 
@@ -130,7 +130,7 @@ class InFlightMarkers:
         try:
             keys = state.keys(pool, self._salt)
             if seconds:
-                pool.mark_in_flight(keys[state.gap :], seconds)
+                pool.engine.mark_in_flight(keys[state.gap :], seconds)
             else:
                 self._withdraw(keys, state.gap)
         except Exception as error:
@@ -144,7 +144,7 @@ class InFlightMarkers:
             return
         try:
             keys = list(state.keys(pool, self._salt)[: state.saved.segments])
-            pool.mark_in_flight(keys[first:], LONGEST_S)
+            pool.engine.mark_in_flight(keys[first:], LONGEST_S)
             self._moving[state.last_job] = keys, first
         except Exception as error:
             self._report("setting in-flight markers", error)
@@ -160,4 +160,4 @@ class InFlightMarkers:
         computes them."""
         pool = self._pool()
         if pool is not None and not self._waits.computed_here(keys):
-            pool.mark_in_flight(keys[first:], 0.0)
+            pool.engine.mark_in_flight(keys[first:], 0.0)

@@ -54,7 +54,7 @@ def load_parts(
     `copying`: a context for each copy.
     """
     began = time.perf_counter()
-    lease = pool.attach(*map(LeaseId, lease_ids), request=request, deadline_s=at_most_s or None)
+    lease = pool.engine.attach(*map(LeaseId, lease_ids), request=request, deadline_s=at_most_s or None)
     attach_s = time.perf_counter() - began
     by_segment = {part.segment: part for part in parts}
     blocks, nbytes, fetched, fetch_s, unfilled = 0, 0, 0, 0.0, ""

@@ -202,7 +202,7 @@ class Lookups:
         if not self._late.answered():
             return None
         options = RequestInfo(request, hints, tokens).match_options(wait)
-        pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
+        pending = pool.engine.begin_match(keys, options, deadline_s=self._deadline_s)
         try:
             if wait.total_s:
                 self._heartbeat.begin(pool)
@@ -242,7 +242,7 @@ class _Heartbeat:
         """Send a heartbeat over `pool`, unless the reply to an earlier one is outstanding. Raises `TokenLakeError`."""
         if not self._outstanding():
             self._pool, self._begun = pool, self._clock()
-            self._beat = pool.begin_heartbeat()
+            self._beat = pool.engine.begin_heartbeat()
 
     def alive(self) -> bool:
         """True if the daemon answers heartbeats; False if the reply to a heartbeat has been outstanding for a deadline.

@@ -126,14 +126,14 @@ class RequestState:
         """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
         hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
         engine, which is part of the keys. Only for a request that is `identified`."""
-        if self.prefix is None or self.incarnation != pool.incarnation:
+        if self.prefix is None or self.incarnation != pool.engine.incarnation:
             self.prefix = pool.prefix(
                 adapter=self.adapter.digest if self.adapter is not None else None,
                 salt=joined_salt(salt, self.request.cache_salt),
                 extras=self.extras,
                 weights_digest=self.weights,
             )
-            self.incarnation = pool.incarnation
+            self.incarnation = pool.engine.incarnation
         known = self.prefix.tokens
         if known < self.request.num_tokens:
             self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
@@ -146,7 +146,7 @@ class RequestState:
         if not model or self.prefix is None or self.extras or self.request.cache_salt is not None:
             return ()
         adapter = self.adapter.name if self.adapter is not None else ""
-        return pool.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
+        return pool.engine.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
 
     def tail_key(self, pool: Pool, salt: str | None, segment: int) -> SegmentKey | None:
         """The key of the tail of the prompt; None where the prompt has no tail that the engine that decodes it needs.

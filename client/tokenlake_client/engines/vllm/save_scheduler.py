@@ -77,7 +77,7 @@ class ScheduledSaves:
         if self._shared:
             deadline_s = self._settings.match_ms / 1e3
             keys = [SegmentKey(key) for key in save.keys]
-            reservation = pool.reserve(
+            reservation = pool.engine.reserve(
                 keys, save.first, deadline_s=deadline_s, request=save.request, hints=hints, contents=save.contents
             )
             granted = next((at for at, code in enumerate(reservation.codes) if Code(code).refused), len(keys))

@@ -144,7 +144,7 @@ class SaveWriter:
             if not isinstance(error, BlocksTaken):
                 self._report("storing segments", error)
         while pool is not None and self._lost:
-            pool.mark_in_flight([SegmentKey(key) for key in self._lost.popleft()], 0.0)
+            pool.engine.mark_in_flight([SegmentKey(key) for key in self._lost.popleft()], 0.0)
         seconds = time.perf_counter() - started
         self._counters.add(save_seconds=seconds)
         self._ended(save, nbytes, seconds)
@@ -171,7 +171,7 @@ class SaveWriter:
             if Code(code).refused
         ]
         if refused and save.marked:
-            pool.mark_in_flight(refused, 0.0)
+            pool.engine.mark_in_flight(refused, 0.0)
         return nbytes
 
     def _store(self, save: Save, pool: Pool, fill: Callable[[Part, NDArray[np.uint8]], None]) -> bytes:
@@ -191,7 +191,7 @@ class SaveWriter:
     def _fill_reserved(self, save: Save, pool: Pool, fill: Callable[[Part, NDArray[np.uint8]], None]) -> bytes:
         """Fill this rank's shards of the reserved slots. Returns a `Code` for each part."""
         by_segment = {part.segment: part for part in save.parts}
-        write = pool.attach_write(WriteId(save.write))
+        write = pool.engine.attach_write(WriteId(save.write))
         try:
             if write.incarnation != save.incarnation:
                 raise Unreachable("the daemon has restarted, so the reserved slots no longer exist")

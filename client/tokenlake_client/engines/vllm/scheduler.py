@@ -349,8 +349,8 @@ class SchedulerSide:
                 saves += self._plan_saves(state, state.request.num_tokens, table, certain=certain)
         pool = self._pool()
         connected = pool is not None and pool.connected
-        session = pool.session if pool is not None and connected else 0
-        incarnation = pool.incarnation if pool is not None and connected else 0
+        session = pool.engine.session if pool is not None and connected else 0
+        incarnation = pool.engine.incarnation if pool is not None and connected else 0
         # The ranks get these saves with this plan, so an error must not come after this line.
         held, self._held, self._last_saves = self._held, [], []
         return StepPlan(
@@ -560,7 +560,7 @@ class SchedulerSide:
             keys += [tail] if granted else []
         if state.last_job in self._saves.jobs:
             # The segments before are stored or refused.
-            pool.mark_in_flight(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
+            pool.engine.mark_in_flight(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
         state.offered = tuple(keys)
         return saves
 

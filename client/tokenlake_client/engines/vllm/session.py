@@ -36,7 +36,7 @@ class RankSession:
         with self._lock:
             if not session or self._closed:
                 return None
-            if self._pool is not None and (self._pool.session, self._pool.incarnation) == target:
+            if self._pool is not None and (self._pool.engine.session, self._pool.engine.incarnation) == target:
                 return self._pool
             if self._failed == target and time.monotonic() < self._retry_at:
                 return None
@@ -52,7 +52,7 @@ class RankSession:
         attempt.join(wait_s)
         with self._lock:
             pool = self._pool
-            return pool if pool is not None and (pool.session, pool.incarnation) == target else None
+            return pool if pool is not None and (pool.engine.session, pool.engine.incarnation) == target else None
 
     def close(self) -> None:
         """Leave the session. Never raises."""

@@ -258,12 +258,12 @@ class ChunkManager:
             return None
         segments = self._segment_keys(pool, state, keys, self._weights)
         groups = tuple(parse_key(key)[0] for key in keys)
-        member = self._member(int(pool.incarnation))
+        member = self._member(int(pool.engine.incarnation))
         packed = tuple(map(bytes, segments))
         if self._layout is None or self._layout.shards == 1:
             return keys, StoreJob(member, name, packed, groups, hints=state.hints, adapter=state.adapter_use)
         deadline_s = self._settings.match_ms / 1e3
-        reservation = pool.reserve(segments, deadline_s=deadline_s, request=name, hints=state.hints)
+        reservation = pool.engine.reserve(segments, deadline_s=deadline_s, request=name, hints=state.hints)
         if not reservation.id:
             return None
         self._reservations[frozenset(keys)] = reservation
@@ -338,7 +338,7 @@ class ChunkManager:
             counted_keys=len(counted),
         )
         state.lookup = ChunkLookup(
-            lambda: pool.begin_match(
+            lambda: pool.engine.begin_match(
                 self._segment_keys(pool, state, asked, weights), options, deadline_s=self._deadline_s
             ),
             asked,
@@ -368,7 +368,7 @@ class ChunkManager:
         pool = self._pool() if self._pool is not None else None
         if pool is None or self._layout is None:
             return NOWHERE
-        return Member(pool.session, incarnation, self._layout.encode(), self._layout.shard_bytes)
+        return Member(pool.engine.session, incarnation, self._layout.encode(), self._layout.shard_bytes)
 
     def _give_up(self, state: _Request) -> _Request:
         """Remove the lookup from a request, release its lease, and return the request."""

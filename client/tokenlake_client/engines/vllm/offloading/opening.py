@@ -91,7 +91,7 @@ class Opening:
     @property
     def pool(self) -> Pool | None:
         """The connection to the daemon, also while it is lost; None before the first one."""
-        return self.connection.pool if self.connection is not None else None  # type: ignore[return-value]
+        return self.connection.pool if self.connection is not None else None
 
     def close(self) -> None:
         """End the connection. One that is being made is ended by the background thread."""
@@ -110,7 +110,7 @@ class Opening:
             if not self._keep(connection):
                 return
             self.layout, self._epoch = layout, WeightsEpoch(layout.weights_digest)
-            self._manager.open(connection.get, layout)  # type: ignore[arg-type]
+            self._manager.open(connection.get, layout)
         except LayoutRefused as error:
             self._stop(str(error))
         except Exception as error:
