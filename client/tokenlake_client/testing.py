@@ -260,7 +260,6 @@ class _Connector(Connector):
     daemon: MemoryDaemon = field(kw_only=True)
 
     def connect(self, session: SessionId, resume: int = 0, incarnation: int = 0) -> Link:
-        """See `Connector.connect`."""
         channel = _Channel(self.daemon, self.on_end, self.deadlines)
         hello = self._hello(session, resume, incarnation)
         try:

@@ -58,7 +58,6 @@ def store(
     hints: Hints | None = None,
     contents: Sequence[bytes] = (),
 ) -> Write:
-    """See `Pool.store`."""
     until = time.monotonic() + seconds("patience", patience)
     pause, name = RETRY_S, state.request_name(request)
     while True:

@@ -157,7 +157,6 @@ class RemoteTokenizer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
-        """See `Tokens.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
         now = time.monotonic()
@@ -248,7 +247,6 @@ class LocalTokenizer:
         """Measured; 0: not yet. Only for the thread."""
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
-        """See `Tokens.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
         loop = asyncio.get_running_loop()
