@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.connector.fakes import FakePool, FakeRequest
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
@@ -40,7 +42,7 @@ class Bench:
             save=save,
         )
         self.side = SchedulerSide(
-            lambda: self.pool if self.there else None,
+            self._usable,
             settings,
             BLOCK,
             self.counters,
@@ -51,6 +53,9 @@ class Bench:
             clock=lambda: self.now,
             refuse=self.refused.append,
         )
+
+    def _usable(self) -> Any:
+        return self.pool if self.there else None
 
     def know(self, tokens: list[int]) -> None:
         """Add the segments of `tokens` to the pool."""

@@ -261,7 +261,12 @@ def test_a_queued_copy_that_fails() -> None:
     slot = random_bytes(32, 0)
     device.held.clear()
     device.fail("queue run")
-    loading, errors = in_thread(lambda: [copy.from_slot(slot, Part(0, 0, 0, (3, 1))), copy.finish()])
+
+    def load() -> None:
+        copy.from_slot(slot, Part(0, 0, 0, (3, 1)))
+        copy.finish()
+
+    loading, errors = in_thread(load)
     loading.join(0.2)
     assert loading.is_alive()
     device.held.set()
