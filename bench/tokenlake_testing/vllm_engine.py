@@ -314,7 +314,7 @@ class VllmEngine:
         return len(self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
 
     def plant(self, call: str, error: str) -> None:
-        """Let a call, such as "Pool.begin_match" or "ChunkManager.step_ends", raise the error of this name from now on,
+        """Let a call, such as "Pool.match" or "ChunkManager.step_ends", raise the error of this name from now on,
         and the call of the last `plant` work again. An empty `call`: only the latter."""
         import builtins
 

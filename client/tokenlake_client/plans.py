@@ -88,6 +88,6 @@ def _open(
 
 
 def new_cache(plan: TransferPlan, tree: PrefixTree) -> list[tuple[tuple[SegmentKey, ...], int]]:
-    """The argument of `Pool.init_transfer`: for each request of the plan, the keys of the segments that it completes
-    and the index of the first of them in the prompt."""
+    """The argument of `EngineCalls.init_transfer`: for each request of the plan, the keys of the segments that it
+    completes and the index of the first of them in the prompt."""
     return [(tree.requests[index].keys[first : first + count], first) for index, first, count in plan.segments]

@@ -233,7 +233,7 @@ def test_an_error_within_a_hook_does_not_reach_vllm(run: Run, call: str) -> None
 
 
 @ONE_FAMILY
-@pytest.mark.parametrize("call", ["Pool.attach", "Lease.fetch", "Pool.opaque_keys", "Pool.begin_match"])
+@pytest.mark.parametrize("call", ["EngineCalls.attach", "Lease.fetch", "Pool.opaque_keys", "EngineCalls.begin_match"])
 def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
     assert run.until_hit(run.second, 5)
     run.second.call("forget")
@@ -246,7 +246,7 @@ def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
     counts = run.second.call("counts")
     assert counts["failures"] > before["failures"]
     # The scheduler's side counts a failed load, and so does the rank.
-    assert counts["loads_failed"] - before["loads_failed"] == 2 * (call in ("Pool.attach", "Lease.fetch"))
+    assert counts["loads_failed"] - before["loads_failed"] == 2 * (call in ("EngineCalls.attach", "Lease.fetch"))
     assert run.until_hit(run.second, 5) == run.case.cached
 
 
