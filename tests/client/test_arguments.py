@@ -13,9 +13,7 @@ from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, match, store
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client import Deadlines, MatchOptions, Pool
-from tokenlake_testing.cluster import Cluster
-
-pytestmark = pytest.mark.live
+from tokenlake_client.testing import MemoryPool
 
 BAD_SECONDS = (-1.0, math.nan, math.inf, 1e12, "1", True)
 LONG_S = 40 * 86400.0
@@ -40,8 +38,8 @@ CALLS: dict[str, Callable[[Pool, Any], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_seconds_that_are_none_are_named(shared: Cluster, call: str) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_seconds_that_are_none_are_named(call: str) -> None:
+    with MemoryPool(LAYOUT) as pool:
         store(pool, Prompt(30, 2))
         for seconds in BAD_SECONDS:
             with pytest.raises(ValueError, match=r"argument '(deadline_s|at_most_s|patience|seconds|\w+_s)' is "):
@@ -50,16 +48,16 @@ def test_seconds_that_are_none_are_named(shared: Cluster, call: str) -> None:
         assert pool.connected
 
 
-def test_long_deadlines(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_long_deadlines() -> None:
+    with MemoryPool(LAYOUT) as pool:
         store(pool, Prompt(31, 2))
         with pool.match(pool.prefix(Prompt(31, 2).tokens).keys, deadline_s=LONG_S) as lease:
             assert len(lease.fetch(deadline_s=LONG_S)) == 2
 
 
 @pytest.mark.parametrize("first", [-1, 1 << 32, 1.5])
-def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_the_index_of_a_segment_is_checked(first: Any) -> None:
+    with MemoryPool(LAYOUT) as pool:
         for call in (pool.store, pool.engine.reserve):
             with pytest.raises(ValueError, match="argument 'first' is "):
                 call([], first)
@@ -72,13 +70,13 @@ def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
     "tokens",
     [[-1], [1 << 32], [1.5], ["1"], [None], np.array([-1]), np.array([1.5]), b"abcd", 5, np.zeros((2, 2), int)],
 )
-def test_tokens_are_checked(shared: Cluster, tokens: Any) -> None:
-    with shared.connect(0, LAYOUT) as pool, pytest.raises((ValueError, TypeError, OverflowError), match="token ids"):
+def test_tokens_are_checked(tokens: Any) -> None:
+    with MemoryPool(LAYOUT) as pool, pytest.raises((ValueError, TypeError, OverflowError), match="token ids"):
         pool.prefix(tokens)
 
 
-def test_keys_of_another_length_are_named(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_keys_of_another_length_are_named() -> None:
+    with MemoryPool(LAYOUT) as pool:
         key, wrong = pool.prefix(Prompt(34, 1).tokens).keys[0], SegmentKey(b"12345")
         calls: list[Callable[[list[SegmentKey]], object]] = [
             pool.match,
@@ -93,14 +91,14 @@ def test_keys_of_another_length_are_named(shared: Cluster) -> None:
         assert pool.match([key], deadline_s=PATIENT_S).hits == 0, "the session goes on"
 
 
-def test_hints_are_checked(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_hints_are_checked() -> None:
+    with MemoryPool(LAYOUT) as pool:
         with pytest.raises(ValueError, match="argument 'hints' is None; expected hints"):
             pool.hint(pool.prefix(Prompt(34, 1).tokens).keys, None)  # type: ignore[arg-type]
         assert pool.match([], deadline_s=PATIENT_S).hits == 0, "the session goes on"
 
 
-def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
+def test_arrays_that_do_not_fit_their_keys_are_named() -> None:
     size = LAYOUT.segment_bytes
     right = np.zeros(size, np.uint8)
     cases: list[tuple[Any, str]] = [
@@ -108,7 +106,7 @@ def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
         ([right, right[1:]], rf"array 1 of the source has dtype uint8 and shape \({size - 1},\); .* \({size},\)"),
         ([right, right.view(np.float32)], "array 1 of the source has dtype float32"),
     ]
-    with shared.connect(0, LAYOUT) as pool:
+    with MemoryPool(LAYOUT) as pool:
         keys = pool.prefix(Prompt(35, 2).tokens).keys
         for source, message in cases:
             with pytest.raises(ValueError, match=message):
@@ -118,9 +116,9 @@ def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
         assert pool.match(keys, deadline_s=PATIENT_S).hits == 0, "nothing is stored"
 
 
-def test_everything_may_be_closed_twice(cluster: Cluster) -> None:
+def test_everything_may_be_closed_twice() -> None:
     """A write that is open when its pool is closed keeps its process known to the daemon."""
-    with cluster.connect(0, LAYOUT) as pool:
+    with MemoryPool(LAYOUT) as pool:
         keys = pool.prefix(Prompt(32, 2).tokens).keys
         lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.engine.reserve(keys[1:])
         transfer = pool.engine.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])

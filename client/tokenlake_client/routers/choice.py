@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unreachable
 from tokenlake_client.routers.doors import Door, Doors, Place
 from tokenlake_client.routers.settings import RouterSettings
-from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
+from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 __all__ = ["Candidate", "Choice", "Chooser", "Outcome"]
@@ -87,7 +87,7 @@ class Chooser:
         """Starts to connect in the background."""
         self._settings = settings
         self._deadline_s = settings.deadline_ms / 1e3
-        self._tokens: Tokens = LocalTokenizer(settings.tokenizer) if settings.tokenizer else RemoteTokenizer()
+        self._tokens = LocalTokenizer(settings.tokenizer) if settings.tokenizer else RemoteTokenizer()
         self._doors = Doors(settings, self._door_changed)
         self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenlake-router")
         self._under_way: OrderedDict[str, _UnderWay] = OrderedDict()

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from tokenlake.errors import TokenLakeError
 from tokenlake_client.routers.chat import NotRendered, messages_for_template, takes_parts, tools_for_template
 
-__all__ = ["Instance", "LocalTokenizer", "Prompt", "RemoteTokenizer", "TokenizerFailed", "Tokens", "prompt_of"]
+__all__ = ["Instance", "LocalTokenizer", "Prompt", "RemoteTokenizer", "TokenizerFailed", "prompt_of"]
 
 PAUSE_S = 5.0
 """Seconds for which an instance is not asked for tokens after it failed to give those of one word."""
@@ -70,19 +70,6 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 _PROBE = Prompt({"messages": [{"role": "user", "content": "a"}]})
-
-
-class Tokens(Protocol):
-    """A tokenizer."""
-
-    async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
-        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. `until`: the
-        deadline, by the clock of the event loop. Raises `TokenizerFailed`, and TimeoutError at the deadline."""
-        ...
-
-    async def close(self) -> None:
-        """End the connections and threads."""
-        ...
 
 
 class _Reply(msgspec.Struct):
@@ -157,6 +144,8 @@ class RemoteTokenizer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
+        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. `until`: the
+        deadline, by the clock of the event loop. Raises `TokenizerFailed`, and TimeoutError at the deadline."""
         if prompt.ids:
             return _packed(prompt.ids)
         now = time.monotonic()
@@ -247,6 +236,7 @@ class LocalTokenizer:
         """Measured; 0: not yet. Only for the thread."""
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
+        """As `RemoteTokenizer.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
         loop = asyncio.get_running_loop()
