@@ -19,7 +19,7 @@ from tests.engines.test_generate import SEGMENT, greedy
 from tests.engines.test_slots import SHAPES, random_cache, shaped
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.common.request import UNNAMED
 from tokenlake_client.engines.common.slots import LayerPair, stacked
 from tokenlake_client.engines.devices.base import DeviceFailed

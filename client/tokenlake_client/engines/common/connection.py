@@ -1,15 +1,18 @@
-"""The engine's connection to a daemon that may start later than the engine, stop and restart."""
+"""The engine's connection to a daemon that may start later than the engine, stop and restart; and that of an engine
+that cannot use the pool, which tells the daemon why: operators see it beside the engines that were refused."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 from tokenlake.errors import Refused
 from tokenlake_client.pool import Pool
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "declined"]
 
 RETRY_S = 1.0
 """Seconds between two attempts to connect to the daemon, and after a call that failed, so that a dead daemon delays at
@@ -107,3 +110,17 @@ class Connection:
                 self._pool, self._retry_at = pool, 0.0
                 return
         self._leave(pool)
+
+
+def declined(socket: str | Path | None, daemon_uid: int | None, reason: str) -> Connection:
+    """A connection that is never made. At the start, and later when `get` is called, at most every 30 s, it tells the
+    daemon why the engine goes without the pool: the daemon may start later, or again. `socket`, `daemon_uid`: as of
+    `Pool.connect`. Never raises."""
+
+    def tell() -> NoReturn:
+        # The import is here, because an engine that was given a pool does not need the client's connection code.
+        from tokenlake_client.link import decline
+
+        decline(Path(socket) if socket else None, daemon_uid, reason)
+
+    return Connection(tell, lambda operation, error: None, wait_s=0.0)

@@ -17,10 +17,8 @@ from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
-from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.declined import declined
-from tokenlake_client.engines.common.reports import Reports
+from tokenlake_client.engines.common.connection import Connection, declined
+from tokenlake_client.engines.common.reports import Counters, Reports
 from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.transformers.attention import query_shape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate

@@ -12,7 +12,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.common.request import UNNAMED, RequestInfo
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopy

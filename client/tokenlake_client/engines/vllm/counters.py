@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 
 __all__ = ["COUNTS", "PREFIX", "TIMES", "Count", "Counts", "EngineCounters", "Growth", "Side", "merge", "summary"]
 

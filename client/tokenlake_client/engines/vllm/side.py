@@ -18,8 +18,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import AnyLayout
-from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.declined import declined
+from tokenlake_client.engines.common.connection import Connection, declined
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import Counts
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
