@@ -67,6 +67,7 @@ def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: py
     connector = opaque.OpaqueLayoutConnector(*arguments)
     try:
         epochs: list[str] = []
+        assert connector._manager is not None
         monkeypatch.setattr(connector._manager.chunks, "new_weights", epochs.append)
         request = SimpleNamespace(request_id="r", lora_request=None, mm_features=())
         connector.on_new_request(request)
