@@ -61,9 +61,10 @@ class Bench:
         """Add the segments of `tokens` to the pool."""
         self.pool.known |= set(self.pool.prefix(tokens).keys)
 
-    def place(self, request: FakeRequest, local: int = 0) -> int:
-        """Give a request its blocks, numbered from 100. Returns the number of tokens to load."""
-        self.side.new_request(request)
+    def place(self, request: FakeRequest, local: int = 0, **said: Any) -> int:
+        """Give a request its blocks, numbered from 100. Returns the number of tokens to load. `said`: arguments of
+        `SchedulerSide.new_request`."""
+        self.side.new_request(request, **said)
         external = self.side.matched(request, local)
         assert external is not None
         self.side.allocated(request, blocks_of(request), external)

@@ -55,9 +55,7 @@ def prompt_of(bench: Bench, tokens: int = 27) -> tuple[list[int], list[SegmentKe
 
 def begin(bench: Bench, one: FakeRequest) -> None:
     """A prompt that is to be computed for another engine gets its blocks."""
-    bench.side.new_request(one, split=PREFILLS)
-    assert bench.side.matched(one, 0) == 0
-    bench.side.allocated(one, blocks_of(one), 0)
+    assert bench.place(one, split=PREFILLS) == 0
 
 
 def offered(

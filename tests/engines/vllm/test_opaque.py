@@ -188,17 +188,6 @@ def test_corrupt_segments(run: Run) -> None:
 
 
 @TWO_FAMILIES
-def test_a_daemon_that_was_killed(run: Run) -> None:
-    assert run.until_hit(run.first, 3)
-    run.first.call("forget")
-    run.cluster.nodes[0].kill()
-    assert run.tokens(run.first, 3) == 0
-    run.cluster.nodes[0].start()
-    run.cluster.wait_ready()
-    assert run.until_hit(run.first, 3)
-
-
-@TWO_FAMILIES
 def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
     run.first.call("forget")

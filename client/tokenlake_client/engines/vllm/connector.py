@@ -29,7 +29,7 @@ from tokenlake_client.engines.vllm.adapters import Adapters
 from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.copies import copy_for
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
-from tokenlake_client.engines.vllm.epoch import WeightsEpoch, version_refused
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.patches import VERSION, apply
 from tokenlake_client.engines.vllm.ranks import rank_shards
@@ -216,31 +216,9 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         # None.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
 
-    @hook(lambda: False)
-    def reset_cache(self) -> bool:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed: segments that were stored
-        before are not loaded any more (a new epoch of the weights). False: some requests still have blocks, whose cache
-        vLLM continues to use."""
-        if self._scheduler is None or self._epoch is None:
-            return True
-        empty = self.cache_is_empty()
-        if empty:
-            self._scheduler.cache_emptied()
-        self._scheduler.new_weights(self._epoch.reset(empty=empty))
-        return empty
-
-    @hook(lambda: None)
-    def new_weights(self, version: str) -> None:
-        """To be called when the weights were changed in place to the trainer's `version`: from now on segments are
-        shared with engines that started from the same weights and have the same version. Only for the scheduler's side,
-        after a reset and before anything is computed."""
-        if self._scheduler is None or self._epoch is None:
-            return
-        digest = self._epoch.named(version)
-        if digest is None:
-            self.side.reports.warn(version_refused(version))
-            digest = self._epoch.reset(empty=False)
-        self._scheduler.new_weights(digest)
+    def planner(self) -> tuple[WeightsEpoch, SchedulerSide] | None:
+        """See `PoolHooks`."""
+        return (self._epoch, self._scheduler) if self._epoch is not None and self._scheduler is not None else None
 
     def _split(self, request: Any) -> Split:
         # vLLM accepts each field of an answer from one connector only, and another one may hand the prompt over too.

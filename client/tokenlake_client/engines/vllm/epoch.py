@@ -23,8 +23,8 @@ RANDOM_BYTES = 16
 class WeightsEpoch:
     """Makes the weights digest of each epoch of one engine. For the scheduler's thread."""
 
-    def __init__(self, base: str) -> None:
-        """`base`: the digest of the weights that the engine started with."""
+    def __init__(self, base: str | None) -> None:
+        """`base`: the digest of the weights that the engine started with; None: not known, and nothing is shared."""
         self._base = base
         self._clean = False
         """True: the engine's own cache is empty, and nothing was computed since it was emptied."""
@@ -35,11 +35,11 @@ class WeightsEpoch:
         self._clean = empty
         # The version of the weights is random, because the values of a counter would repeat in another engine or after
         # a restart.
-        return digest_of_version(self._base, f"random {secrets.token_hex(RANDOM_BYTES)}")
+        return digest_of_version(self._base or "", f"random {secrets.token_hex(RANDOM_BYTES)}")
 
     def named(self, version: str) -> str | None:
         """The weights digest for weights that have this version; None where the version cannot be accepted."""
-        return digest_of_version(self._base, version) if self._clean else None
+        return digest_of_version(self._base, version) if self._clean and self._base is not None else None
 
     def computes(self) -> None:
         """Record that the engine computes a step: `named` accepts no version until the next reset."""

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tokenlake.hints import Hints, Outlook
+from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.vllm.adapters import RequestAdapter
+from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
 from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.pool import Pool
@@ -59,19 +59,42 @@ class ScheduledPart:
     whole: bool
 
 
-@dataclass(slots=True)
-class RequestState:
-    """The scheduler side's state of one request: its keys, its lookup, and its permissions to load and to store."""
+@dataclass(slots=True, kw_only=True)
+class ServedRequest:
+    """What both connectors know of a request on the scheduler's side: its hints, its adapter and its permissions."""
+
+    hints: Hints | None = None
+    """The hints that the request carried in vLLM's `kv_transfer_params`."""
+    adapter: RequestAdapter | None = None
+    """The request's LoRA adapter."""
+    placed: bool = False
+    """True: vLLM has given the request blocks. If it then asks for the request's matched tokens again, the request has
+    lost its blocks and begins anew."""
+    may_store: bool = True
+    """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
+    may_load: bool = True
+    """False: a lookup was late or a load failed; the request does not use the pool again."""
+
+    @property
+    def identified(self) -> bool:
+        """True if all values are known on which the keys depend."""
+        return self.adapter is None or self.adapter.digest is not None
+
+    @property
+    def adapter_use(self) -> AdapterUse | None:
+        """The request's adapter for the ranks."""
+        return self.adapter.use if self.adapter is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState(ServedRequest):
+    """The scheduler side's state of one request, with its keys and its lookup."""
 
     request: Any
     """vLLM's `Request`."""
     saved: SavedTokens
-    hints: Hints | None = None
-    """The hints that the request carried in vLLM's `kv_transfer_params`."""
     weights: str | None = None
     """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
-    adapter: RequestAdapter | None = None
-    """The request's LoRA adapter."""
     extras: Mapping[int, Sequence[bytes]] | None = None
     """By the index of a segment, digests of the images and other inputs in it."""
     split: Split = NOT_SPLIT
@@ -92,13 +115,6 @@ class RequestState:
     incarnation: int = 0
     """The incarnation of the daemon whose tenant secret the keys in `prefix` were hashed with."""
     lookup: Lookup | None = None
-    placed: bool = False
-    """True: vLLM has given the request blocks. If vLLM then asks for its matched tokens again, the request has lost its
-    blocks and begins anew."""
-    may_store: bool = True
-    """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
-    may_load: bool = True
-    """False: a lookup was late or a load failed; the request does not use the pool again."""
     local: int = 0
     """The number of the request's tokens in vLLM's own prefix cache when vLLM last asked for matched tokens."""
     skipped: int = 0
@@ -116,11 +132,6 @@ class RequestState:
     marker_s: float = 0.0
     """Seconds that the in-flight markers from segment `gap` on should last, if the prompt takes several steps; 0: they
     are set already, or not needed."""
-
-    @property
-    def identified(self) -> bool:
-        """True if all values are known on which the keys depend."""
-        return self.adapter is None or self.adapter.digest is not None
 
     def keys(self, pool: Pool, salt: str | None) -> Sequence[SegmentKey]:
         """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
@@ -157,6 +168,15 @@ class RequestState:
         full = self.prompt // segment
         assert self.prefix is not None
         return self.prefix.tail_key(full, self.request.all_token_ids[full * segment : self.prompt])
+
+    def end(self, end: RequestEnd, pool: Pool | None, salt: str | None) -> None:
+        """Set the final hints of the request: send them for the segments that were handed out or loaded; segments that
+        are stored later carry them. `pool`, `salt`: as of `keys`; without a pool nothing is sent. Raises the errors of
+        the pool."""
+        known = self.hints or NO_HINTS
+        self.hints = known.ended(end.stop_reason, end.output_tokens)
+        if pool is not None and self.prefix is not None and self.hints != known and self.saved.segments:
+            pool.hint(self.keys(pool, salt)[: self.saved.segments], self.hints)
 
     def drop_lookup(self) -> None:
         """Give up the request's lookup: the segments that it found or will find are released."""

@@ -99,8 +99,7 @@ class ScheduledSaves:
         self._blocks[self._last_job] = frozenset(save.blocks)
         self._first[self._last_job] = save.request, save.first
         state.last_job = self._last_job
-        use = state.adapter.use if state.adapter is not None else None
-        return [replace(save, job=self._last_job, adapter=use)], granted
+        return [replace(save, job=self._last_job, adapter=state.adapter_use)], granted
 
     @property
     def jobs(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokenlake.errors import TokenLakeError
-from tokenlake.hints import NO_HINTS, Hints
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlightWait
@@ -125,7 +125,14 @@ class SchedulerSide:
         """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it.
         `adapter`: its LoRA adapter, whose digest may become known later. `extras`, `split`: as of `RequestState`."""
         state = self._requests[request.request_id] = RequestState(
-            request, SavedTokens(self._segment), hints, self._weights, adapter, extras, split, request.num_tokens
+            request=request,
+            saved=SavedTokens(self._segment),
+            hints=hints,
+            weights=self._weights,
+            adapter=adapter,
+            extras=extras,
+            split=split,
+            prompt=request.num_tokens,
         )
         waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
@@ -287,9 +294,18 @@ class SchedulerSide:
         targets = tuple(blocks[start // self._block : -(-stop // self._block)])
         local = all_local(owners)
         at_most_s = self._costs.fetch_limit_s(start, stop) if self._settings.weigh_loads else 0.0
-        use = state.adapter.use if state.adapter is not None else None
         ids = tuple(map(int, lease.ids))
-        plan = LoadPlan(request.request_id, ids, lease.incarnation, start, stop, targets, local, at_most_s, adapter=use)
+        plan = LoadPlan(
+            request.request_id,
+            ids,
+            lease.incarnation,
+            start,
+            stop,
+            targets,
+            local,
+            at_most_s,
+            adapter=state.adapter_use,
+        )
         tail = state.tail if stop > state.prompt // self._segment * self._segment else None
         self._loads.add(plan, lease, owners, None if tail is None else lambda: self._tail_read(tail))
         state.saved.segments = stop // self._segment
@@ -406,7 +422,10 @@ class SchedulerSide:
             return False, None
         self._waits.ended(request.request_id)
         state.drop_lookup()
-        self._send_hints(state, (state.hints or NO_HINTS).ended(end.stop_reason, end.output_tokens))
+        try:
+            state.end(end, None if self._stopped else self._pool(), self._settings.salt)
+        except Exception as error:
+            self._report("sending hints", error)
         if state.taken is not None:
             self._counters.add(prefills_taken=state.taken, prefills_recomputed=not state.taken)
         if not end.complete:
@@ -507,18 +526,6 @@ class SchedulerSide:
         keys = own[: len(prefill.keys)] if prefill.keys else keys
         state.tail = tail if tail in keys else None
         return keys, self._waits.for_prefill(prefill, state.prompt)
-
-    def _send_hints(self, state: RequestState, hints: Hints) -> None:
-        """Set `hints`, the final hints of a request: send them for the segments that were handed out or loaded.
-        Segments that are stored later carry them."""
-        pool = self._pool()
-        known, state.hints = state.hints or NO_HINTS, hints
-        if pool is None or self._stopped or state.prefix is None or hints == known or not state.saved.segments:
-            return
-        try:
-            pool.hint(state.keys(pool, self._settings.salt)[: state.saved.segments], hints)
-        except Exception as error:
-            self._report("sending hints", error)
 
     def _plan_saves(
         self, state: RequestState, known: int, table: Callable[[str], Sequence[int]], *, certain: bool

@@ -22,8 +22,11 @@ from tokenlake_client.engines.common.connection import Connection, declined
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch, version_refused
+from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.patches import ADAPTERS, apply
 from tokenlake_client.engines.vllm.request import hints_of, unnamed_media
+from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
 from tokenlake_client.engines.vllm.status import PoolStatus
@@ -151,6 +154,40 @@ class PoolHooks:
         except Exception as error:
             self.hook_failed("reset_cache", error)
             return False
+
+    def planner(self) -> tuple[WeightsEpoch, SchedulerSide | ChunkManager] | None:
+        """The epoch of the weights, and the part that plans loads and saves; None on a rank, and without the pool."""
+        raise NotImplementedError
+
+    @hook(lambda: False)
+    def reset_cache(self) -> bool:
+        """vLLM's hook for a reset of the caches, after which the weights may have changed: segments that were stored
+        before are not loaded any more (a new epoch of the weights). False: some requests still have blocks, whose cache
+        vLLM continues to use."""
+        found = self.planner()
+        if found is None:
+            return True
+        epoch, planner = found
+        empty = self.cache_is_empty()
+        if empty:
+            planner.cache_emptied()
+        planner.new_weights(epoch.reset(empty=empty))
+        return empty
+
+    @hook(lambda: None)
+    def new_weights(self, version: str) -> None:
+        """To be called when the weights were changed in place to the trainer's `version`, in vLLM's scheduler, after a
+        reset and before anything is computed: from now on segments are shared with engines that started from the same
+        weights and have the same version."""
+        found = self.planner()
+        if found is None:
+            return
+        epoch, planner = found
+        digest = epoch.named(version)
+        if digest is None:
+            self.side.reports.warn(version_refused(version))
+            digest = epoch.reset(empty=False)
+        planner.new_weights(digest)
 
     def hook_failed(self, name: str, error: Exception) -> None:
         """Count and log an error of vLLM's hook `name`, so that vLLM goes on without the pool's help."""

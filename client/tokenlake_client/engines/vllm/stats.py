@@ -29,7 +29,7 @@ from tokenlake_client.engines.vllm.counters import (
     summary,
 )
 
-__all__ = ["TokenLakePromMetrics", "TokenLakeStats", "find_by_name", "prom_metrics", "sources_of_hit", "stats_of"]
+__all__ = ["TokenLakePromMetrics", "TokenLakeStats", "find_by_name", "sources_of_hit", "stats_of"]
 
 logger = init_logger("vllm.tokenlake")
 
@@ -99,17 +99,6 @@ class TokenLakePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     series.inc(value)
         except Exception as error:
             logger.warning_once("TokenLake: some metrics are missing: %s: %s", type(error).__name__, error)
-
-
-def prom_metrics(
-    vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-) -> TokenLakePromMetrics | None:
-    """The metrics of the connector; None after an error, which is logged."""
-    try:
-        return TokenLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-    except Exception as error:
-        logger.warning("TokenLake: its metrics are missing: %s: %s", type(error).__name__, error)
-        return None
 
 
 def stats_of(counters: EngineCounters, role: KVConnectorRole) -> TokenLakeStats | None:

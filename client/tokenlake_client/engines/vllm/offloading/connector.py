@@ -14,8 +14,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.vllm.disaggregated import is_split
-from tokenlake_client.engines.vllm.epoch import version_refused
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
+from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
 from tokenlake_client.engines.vllm.patches import VERSION, apply
 from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook
@@ -123,7 +124,7 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
     @hook(None)
     def _plan_step(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._manager is not None and scheduler_output.total_num_scheduled_tokens:
-            self._manager.opening.computes()
+            self._manager.opening.epoch.computes()
         return super().build_connector_meta(scheduler_output)
 
     @hook(None)
@@ -141,26 +142,14 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         the next step takes their outcome."""
         return False
 
-    def reset_cache(self) -> bool:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed. False: some requests still
-        have blocks, whose cache vLLM continues to use."""
-        super().reset_cache()
-        empty = self.cache_is_empty()
-        # Also after an error: the weights may have changed.
-        if self._manager is not None:
-            self._manager.new_epoch(empty=empty)
-        return empty
+    def planner(self) -> tuple[WeightsEpoch, ChunkManager] | None:
+        """See `PoolHooks`."""
+        return (self._manager.opening.epoch, self._manager.chunks) if self._manager is not None else None
 
-    def new_weights(self, version: str) -> None:
-        """To be called when the weights were changed in place to the trainer's `version`, in vLLM's scheduler, after a
-        reset and before anything is computed: chunks are shared with engines that have the same version."""
-        if self._manager is None:
-            return
-        digest = self._manager.opening.named(version)
-        if digest is None:
-            self.side.reports.warn(version_refused(version))
-            digest = self._manager.opening.reset(empty=False)
-        self._manager.chunks.new_weights(digest)
+    def reset_cache(self) -> bool:
+        """See `PoolHooks`."""
+        OffloadingConnector.reset_cache(self)
+        return super().reset_cache()
 
     # -- hooks of the ranks
 

@@ -22,12 +22,13 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.vllm.adapters import AdapterUse, CachedAdapters, RequestAdapter
+from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.lookup import LateLookup
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, Found
+from tokenlake_client.engines.vllm.request import ServedRequest
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
 from tokenlake_client.pool import Pool
@@ -41,35 +42,16 @@ the daemon. Later requests do not wait."""
 FETCH_QUEUE = 256
 
 
-@dataclass(slots=True)
-class _Request:
+@dataclass(slots=True, kw_only=True)
+class _Request(ServedRequest):
     name: str
-    hints: Hints | None
-    adapter: RequestAdapter | None = None
-    """The request's LoRA adapter."""
     adapter_due: float = 0.0
     """The time until which the request waits for the digest of its adapter."""
     served: bool = True
     """False: the request is served without the pool."""
     lookup: ChunkLookup | None = None
-    may_load: bool = True
-    """False: a lookup was late, or a load has ended. vLLM asks again after a load only if the load failed."""
     tokens: Callable[[], int] = int
     """Returns the number of the request's tokens that are known."""
-    placed: bool = False
-    """True: vLLM has given the request blocks."""
-    may_store: bool = True
-    """False: the weights changed while the request had blocks, so they may hold cache of two versions."""
-
-    @property
-    def adapter_refused(self) -> bool:
-        """The files of the request's adapter cannot be read."""
-        return self.adapter is not None and self.adapter.refused
-
-    @property
-    def adapter_use(self) -> AdapterUse | None:
-        """The request's adapter, as the ranks know it."""
-        return self.adapter.use if self.adapter is not None else None
 
 
 class ChunkManager:
@@ -130,7 +112,7 @@ class ChunkManager:
 
     def new_request(self, name: str, hints: Hints | None = None) -> None:
         """Record a request that has arrived."""
-        self._requests[name] = _Request(name, hints)
+        self._requests[name] = _Request(name=name, hints=hints)
 
     def with_tokens(self, name: str, tokens: Callable[[], int]) -> None:
         """Record how to learn the number of tokens of a request, which has just arrived."""
@@ -254,7 +236,7 @@ class ChunkManager:
         if state is None or not (state.served and state.may_store and self._settings.save) or self._stopped:
             return None
         pool = self._pool() if self._pool is not None else None
-        if pool is None or not pool.connected or not self._hashed(keys) or not self._adapter_known(state):
+        if pool is None or not pool.connected or not self._hashed(keys) or not state.identified:
             return None
         segments = self._segment_keys(pool, state, keys, self._weights)
         groups = tuple(parse_key(key)[0] for key in keys)
@@ -322,8 +304,9 @@ class ChunkManager:
         asked = chunks() if pool is not None else ()
         if pool is None or not asked or not self._hashed(asked):
             return Found.MISS
-        if not self._adapter_known(state):
-            waits = not state.adapter_refused and self._clock() < state.adapter_due
+        if not state.identified:
+            refused = state.adapter is not None and state.adapter.refused
+            waits = not refused and self._clock() < state.adapter_due
             return Found.RETRY if waits else Found.MISS
         weights = self._weights
         if not self._late.answered():
@@ -381,10 +364,6 @@ class ChunkManager:
     ) -> list[SegmentKey]:
         adapter = None if state.adapter is None else state.adapter.digest
         return pool.opaque_keys(map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=weights)
-
-    def _adapter_known(self, state: _Request) -> bool:
-        """True if the request has no adapter or the digest of its adapter is known."""
-        return state.adapter is None or state.adapter.digest is not None
 
     def _hashed(self, keys: Sequence[bytes]) -> bool:
         """True if vLLM has hashed the blocks with SHA-256. Otherwise two prompts may have one hash, and the pool is not

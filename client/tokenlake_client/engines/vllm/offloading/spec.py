@@ -232,17 +232,11 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self.chunks.step_ends(context.new_req_ids, context.preempted_req_ids)
         self._side.status.update(self.opening.pool, silent=self.chunks.silent)
 
-    def reset_cache(self) -> None:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed."""
-        self.new_epoch(empty=False)
-
     @guarded
-    def new_epoch(self, *, empty: bool) -> None:
-        """Begin an epoch of the weights: chunks that were stored before are not loaded any more. `empty`: vLLM's own
-        cache is empty."""
-        if empty:
-            self.chunks.cache_emptied()
-        self.chunks.new_weights(self.opening.reset(empty=empty))
+    def reset_cache(self) -> None:
+        """vLLM's hook for a reset of the caches, after which the weights may have changed: chunks that were stored
+        before are not loaded any more."""
+        self.chunks.new_weights(self.opening.epoch.reset(empty=False))
 
     def shutdown(self) -> None:
         """Release all leases, and end the connection."""
