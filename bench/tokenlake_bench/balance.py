@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["WINDOW_S", "BusyLog", "SendLog", "Sends", "Spread", "load", "max_over_mean_from", "spread"]
-
 WINDOW_S: Final = 10.0
 
 

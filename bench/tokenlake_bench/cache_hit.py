@@ -23,8 +23,6 @@ from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
 
-__all__ = ["CacheHitArguments", "run_cache_hit"]
-
 TRACE_SEGMENT_TOKENS = 512
 """Tokens of a segment when a trace is replayed. The traces name blocks of 512 tokens, so smaller segments would find no
 more hits."""

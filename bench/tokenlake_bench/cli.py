@@ -9,8 +9,6 @@ import click
 
 from tokenlake.errors import TokenLakeError
 
-__all__ = ["bench", "demo"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _trace = click.option("--trace", type=_FILE, help="A trace in Mooncake's format, .jsonl or .jsonl.zst.")
 _any_trace = click.option(

@@ -38,8 +38,6 @@ from tokenlake_proto.v1 import scheduling_pb2
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["ControlPlaneResult", "run_control_plane"]
-
 LAYOUT = Layout(
     model_id="bench",
     weights_digest="0",

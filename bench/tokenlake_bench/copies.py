@@ -10,8 +10,6 @@ from tokenlake.wire import Code
 from tokenlake_bench.live_client import MATCH_S
 from tokenlake_client import Pool
 
-__all__ = ["copies_per_segment"]
-
 BATCH = 1024
 """Number of keys per match when the copies of segments are counted."""
 

@@ -35,8 +35,6 @@ from tokenlake_bench.report import DemoDetails, DemoResult, RestartPart, ShipRes
 from tokenlake_bench.traces import read_mooncake
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["DemoOptions", "run_demo"]
-
 CONTROLS = 12
 """Number of requests that the demo repeats with flipped bytes, to check that a wrong cache changes the tokens."""
 WINDOW = 32

@@ -20,8 +20,6 @@ from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
-__all__ = ["main"]
-
 TINY = TinyModel(layers=3)
 """Dimensions of the demo's model: just large enough that a prefill of 1,024 tokens takes more than 100 ms on one CPU
 thread."""

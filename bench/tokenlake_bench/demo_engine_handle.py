@@ -13,8 +13,6 @@ from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake_bench import demo_wire as wire
 from tokenlake_testing.children import start_child
 
-__all__ = ["EngineHandle"]
-
 R = TypeVar("R")
 STOP_S = 5.0
 LOG_CHARACTERS = 2000

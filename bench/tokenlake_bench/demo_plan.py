@@ -14,8 +14,6 @@ from tokenlake_bench.sizing import PoolSize, pool_size
 from tokenlake_bench.traces import read_mooncake
 from tokenlake_bench.workload import BuiltinSettings, Request, Workload, builtin_workload
 
-__all__ = ["ENGINES", "NODES", "REQUESTS", "SEGMENT_TOKENS", "DemoPlan", "make_plan"]
-
 NODES: Final = 3
 ENGINES: Final = 2
 """Number of engine processes. They are attached to the first nodes; request i goes to engine i modulo this number."""

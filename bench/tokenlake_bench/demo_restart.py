@@ -20,8 +20,6 @@ from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import RestartPart, format_duration, format_share
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["restart_table", "run_restart_part"]
-
 REQUESTS = 60
 """Number of requests before the restart whose hits are compared with those of as many after it, and number of requests
 before both, which fill the pool. Shorter plans are cut into three parts."""

@@ -17,8 +17,6 @@ from tokenlake_bench.report import format_share
 from tokenlake_bench.workload import Request
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["DemoLog", "run_requests"]
-
 VICTIM = 0
 """Number of the engine whose daemon the demo kills; the daemon's node has the same number."""
 

@@ -19,8 +19,6 @@ from tokenlake_bench.load_meter import settle
 from tokenlake_bench.report import ShipResult, format_bytes, format_duration
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["run_ship_part", "ship_table"]
-
 DOCUMENTS = 3
 DOCUMENT_TOKENS = 2048
 QUESTIONS = 2

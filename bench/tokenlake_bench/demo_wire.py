@@ -12,21 +12,6 @@ import msgspec
 
 from tokenlake.errors import Unreachable
 
-__all__ = [
-    "Attach",
-    "Attached",
-    "EngineReport",
-    "Fetching",
-    "Finish",
-    "Load",
-    "Loaded",
-    "Message",
-    "Ran",
-    "Run",
-    "read_message",
-    "write_message",
-]
-
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Message to a demo engine: load the model in `directory`; an empty text stands for the tiny model."""

@@ -30,20 +30,18 @@ from tokenlake.core.instructions import DiskRead, DiskWrite
 from tokenlake.disk.places import NOTE_BYTES, Place, pack_places
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef
 from tokenlake_bench.disk_matches import MatchesResult, measure_matches
 from tokenlake_bench.report import write_json
-from tokenlake_server.arena import Arena
-from tokenlake_server.contents import Contents
 from tokenlake_server.disk.device import THREADS, Device, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.table import RECORD, STORED, scan, seal, table_bytes, write_records
-from tokenlake_server.standing_orders import StandingOrders
-
-__all__ = ["DiskArguments", "DiskResult", "run_disk"]
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.engines.contents import Contents
+from tokenlake_server.start.standing_orders import StandingOrders
 
 TENANT = "bench"
 SHARDS = 1

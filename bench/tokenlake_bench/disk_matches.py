@@ -23,8 +23,6 @@ from tokenlake_client import Pool
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, Node
 
-__all__ = ["MatchesResult", "measure_matches"]
-
 LAYOUT: Final = Layout(
     model_id="bench-disk",
     weights_digest="00",

@@ -24,8 +24,6 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import save_tiny_model
 
-__all__ = ["EngineArguments", "run_engine"]
-
 HOOK_TOKENS = 32768
 ARRANGEMENTS = ("none", "native", "lmcache")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")

@@ -21,8 +21,6 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import FAMILIES, Family, save_adapter
 
-__all__ = ["PATIENCE", "FamilyBench", "families_of", "reason_of", "run_family"]
-
 PROMPT_TOKENS: Final = 4096 + 128
 """Behind its last whole segment a prompt has, on average, half a segment."""
 NEW_TOKENS: Final = 16

@@ -21,8 +21,6 @@ from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_testing.children import start_child
 from tokenlake_testing.ports import free_port
 
-__all__ = ["LMCACHE", "LMCacheServer", "check_lmcache"]
-
 LMCACHE: Final = Path(".lmcache")
 """Directory in which `make install-lmcache` installs LMCache."""
 START_S: Final = 120.0

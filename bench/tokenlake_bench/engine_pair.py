@@ -9,8 +9,6 @@ from typing import Any, Final
 from tokenlake_bench.engine_workload import Conversations
 from tokenlake_testing.engine_lines import Engine
 
-__all__ = ["EnginePair"]
-
 ANSWER_TOKENS: Final = 16
 
 

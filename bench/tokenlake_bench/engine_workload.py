@@ -6,8 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["Conversations", "prompt"]
-
 
 def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
     """Random token ids, drawn by `seed`. Prompts of different seeds differ within the first few tokens."""

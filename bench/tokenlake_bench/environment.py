@@ -9,8 +9,6 @@ from typing import Final
 
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["check_interpreter", "check_modules"]
-
 ENGINE_MODULES: Final = {
     "vllm": ("vllm", "tokenlake_client", "tokenlake_testing"),
     "transformers": ("torch", "transformers", "tokenlake_client", "tokenlake_testing"),

@@ -25,8 +25,6 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
-__all__ = ["HandoverArguments", "run_handover"]
-
 MODEL: Final = TinyModel(hidden=256, intermediate=512, layers=16, heads=4, kv_heads=4)
 """32 KiB of cache for each token, so that the cache of 4,000 tokens takes at least 50 ms to copy."""
 NEW_TOKENS: Final = 8

@@ -34,8 +34,6 @@ from tokenlake_bench.workload import Workload
 from tokenlake_server.disk.store import OWN_BYTES
 from tokenlake_testing.cluster import SERVER, Cluster
 
-__all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
-
 FAST_DAEMON = "tokenlake_bench.fast_daemon"
 CACHED_SHARE = ServerConfig().cached_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}

@@ -12,8 +12,6 @@ from typing import Final
 from tokenlake_bench.balance import WINDOW_S, SendLog
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["LoadMeter", "settle"]
-
 SETTLE_S: Final = 10.0
 PAUSE_S: Final = 0.002
 SENT_BYTES: Final = "tokenlake_sent_bytes_total"

@@ -18,8 +18,6 @@ from tokenlake_client import Pool
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
-__all__ = ["MeasuredPool", "Watch"]
-
 
 class Watch:
     """Measurements of the calls that an engine makes to its pool, and switches that change its reads. Several threads

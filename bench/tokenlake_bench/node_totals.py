@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["NodeTotals"]
-
 SENT_BYTES = "tokenlake_sent_bytes_total"
 
 

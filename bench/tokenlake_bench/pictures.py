@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["check_plot"]
-
 
 def check_plot(path: Path | None) -> None:
     """Check that `path` is a .png file and that matplotlib is installed; raises ConfigurationError if not. With None

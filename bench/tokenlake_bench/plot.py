@@ -7,8 +7,6 @@ from pathlib import Path
 from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.report import CacheHitResult, format_ratio, hit_rates
 
-__all__ = ["plot_cache_hit"]
-
 
 def plot_cache_hit(result: CacheHitResult, sent_bytes: dict[str, int], path: Path) -> None:
     """Write a PNG to `path`: token hit rates per system, and GiB that each node sent to others.

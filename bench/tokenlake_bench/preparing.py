@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tokenlake_server.arena import Arena
-
-__all__ = ["main"]
+from tokenlake_server.engines.arena import Arena
 
 REGION_BYTES = 256 << 20
 

@@ -16,8 +16,6 @@ from tokenlake_bench.routes import Route
 from tokenlake_bench.turns import DueTurns
 from tokenlake_bench.workload import Workload
 
-__all__ = ["ReplayLog", "replay"]
-
 
 @dataclass(slots=True)
 class ReplayLog:

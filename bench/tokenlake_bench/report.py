@@ -14,26 +14,6 @@ from rich.text import Text
 
 from tokenlake_bench.routing.outcome import DiskUse
 
-__all__ = [
-    "CacheHitDetails",
-    "CacheHitResult",
-    "DemoDetails",
-    "DemoResult",
-    "Quantiles",
-    "RestartPart",
-    "ShipResult",
-    "UntilKill",
-    "add_disk_rows",
-    "cache_hit_table",
-    "demo_table",
-    "format_bytes",
-    "format_duration",
-    "format_ratio",
-    "format_share",
-    "hit_rates",
-    "write_json",
-]
-
 
 class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit`.

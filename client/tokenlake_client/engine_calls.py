@@ -12,11 +12,11 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds
-from tokenlake.match_deadline import match_deadline_s
 from tokenlake.opaque_layout import understood
 from tokenlake.wire import engine
 from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
+from tokenlake.wire.match_deadline import match_deadline_s
 from tokenlake_client.arguments import packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.heartbeat import HeartbeatThread, PendingHeartbeat
@@ -25,8 +25,6 @@ from tokenlake_client.match import DEFAULT_MATCH, MatchOptions, PendingMatch
 from tokenlake_client.pool_state import PoolState
 from tokenlake_client.transfer import Transfer
 from tokenlake_client.write import Reservation, Write, prepare, store
-
-__all__ = ["EngineCalls"]
 
 
 class EngineCalls:

@@ -31,8 +31,6 @@ from tokenlake_client.pool_state import PoolState
 from tokenlake_client.queries import Queries
 from tokenlake_client.write import Source, Write, check_source, store, that_fit
 
-__all__ = ["Pool"]
-
 MAX_CLOSED = 64
 """Limit of the closed pools of a process that wait for their arrays and writes; each keeps a session at its daemon."""
 STORE_WINDOW = 32
@@ -92,7 +90,7 @@ class Pool:
         `credential`: a token of the tenant; without one the daemon uses the tenant of the process's uid. `session`:
         join the session that another process of the same engine opened. `verify`: check each segment's checksum when it
         is read. `daemon_uid`: the user that the daemon runs as, where that is neither root nor this process's; a
-        process of any other user is sent nothing (`tokenlake.local_socket`).
+        process of any other user is sent nothing (`tokenlake.wire.local_socket`).
 
         Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
         `LimitReached`.

@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.core import CoreConfig, NodeCore, events, instructions
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.identity import SegmentKey, SessionId
 from tokenlake.keys import probe
+from tokenlake.memory.region import GENERATION_BYTES, PAGE, RegionShape
 from tokenlake.opaque_layout import AnyLayout, decode_layout
-from tokenlake.ring_record import RingRecord
-from tokenlake.store.region import GENERATION_BYTES, PAGE, RegionShape
 from tokenlake.wire import HEADER_BYTES, engine, pack_frame
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
@@ -45,8 +45,6 @@ from tokenlake_client.heartbeat import Wake
 from tokenlake_client.link import Connector, Link
 from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_client.pool import Pool
-
-__all__ = ["MemoryDaemon", "MemoryPool"]
 
 TENANT, SECRET = "memory", b"the secret of every memory pool."
 PATH = Path("memory.sock")

@@ -22,8 +22,6 @@ from tokenlake_client.checksums import copy_with_checksums, shard_checksums
 from tokenlake_client.link import Link
 from tokenlake_client.pool_state import PoolState
 
-__all__ = ["Reservation", "Source", "Write", "check_source", "prepare", "store", "that_fit"]
-
 log = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.002, 0.05

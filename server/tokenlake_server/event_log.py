@@ -21,9 +21,7 @@ from tokenlake.core.instructions import Instruction
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
-from tokenlake_server.private_file import open_private
-
-__all__ = ["Recorder", "Replayed", "replay"]
+from tokenlake_server.start.private_file import open_private
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -9,8 +9,6 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-__all__ = ["Case", "Row", "row_of"]
-
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the JSON of `bench attention`. The benchmark repeats each measurement in turns; a turn times one

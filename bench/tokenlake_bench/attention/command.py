@@ -15,8 +15,6 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.attention.base import Case, Row, row_of
 from tokenlake_bench.report import format_duration, write_json
 
-__all__ = ["AttentionArguments", "run_attention"]
-
 LEAST_TURNS = 5
 MOST_TURNS = 200
 WARM_TURNS = 1

@@ -10,8 +10,6 @@ from typing import Final
 
 from tokenlake_testing.children import end_with_parent
 
-__all__ = ["Echo"]
-
 HEADER: Final = struct.Struct("<QQ")
 MOST_BYTES: Final = 64 << 20
 

@@ -28,8 +28,6 @@ from tokenlake_query.kernels import kernel_for
 from tokenlake_testing.children import end_with_parent
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
-
 Q_HEADS: Final = 32
 LAYERS: Final = 2
 SEGMENTS: Final = 16

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, from_float32
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake_query.kernels import Kernel, kernel_for
-
-__all__ = ["LocalCase", "local_cases"]
 
 Q_HEADS: Final = 32
 LAYERS: Final = 2

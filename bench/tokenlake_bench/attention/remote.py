@@ -19,8 +19,6 @@ from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake_bench.attention.fleet import LAYERS, Q_HEADS, SEGMENTS, Fleet
 from tokenlake_client.queries import QueryBuffer, View
 
-__all__ = ["RemoteCase", "remote_cases"]
-
 PATIENT_S: Final = 10.0
 TOLERANCE: Final = 3e-2
 """Largest absolute difference between two attention results in bfloat16 that counts as equal."""

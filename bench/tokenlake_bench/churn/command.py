@@ -23,8 +23,6 @@ from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share
 from tokenlake_testing.etcd import etcd_version
 
-__all__ = ["CHANGES", "ChurnArguments", "run_churn"]
-
 CHANGES: Final[tuple[Change, ...]] = get_args(Change)
 BEFORE_S: Final = 6.0
 AFTER_S: Final = 6.0

@@ -15,8 +15,6 @@ from tokenlake_testing.cluster import Node
 from tokenlake_testing.etcd import EtcdServers
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["Change", "Fleet"]
-
 Change = Literal["join", "drain", "kill", "return", "etcd-down"]
 
 MEMORY: Final = 64 << 20

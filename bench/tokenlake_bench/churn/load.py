@@ -22,8 +22,6 @@ from tokenlake.layout import Layout
 from tokenlake_bench.payload import PayloadIdentity, check, fill
 from tokenlake_client import Deadlines, Pool
 
-__all__ = ["FIXED_PROMPTS", "LAYOUT", "PROMPT_SEGMENTS", "Engine", "Request", "Workload"]
-
 SEGMENT_TOKENS: Final = 16
 PROMPT_SEGMENTS: Final = 8
 FIXED_PROMPTS: Final = 96

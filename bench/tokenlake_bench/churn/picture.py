@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tokenlake_bench.churn.results import Run, p99_ms, rate
 
-__all__ = ["draw"]
-
 
 def draw(runs: Sequence[tuple[str, Run]], path: Path) -> None:
     """Write a PNG to `path`: per run, the share of the fixed segments that is found and the p99 of the matches, second

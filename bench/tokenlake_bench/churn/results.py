@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.keys import KEY_BYTES
-from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
 from tokenlake_bench.churn.load import Request
-
-__all__ = ["ChurnResult", "Phases", "Run", "findable", "keys_moved_ratio", "median_of", "p99_ms", "rate"]
 
 SAMPLED_KEYS = 50_000
 

@@ -13,8 +13,6 @@ from typing import Final
 
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["FITTED", "GPUS", "Gpu", "gpu_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:

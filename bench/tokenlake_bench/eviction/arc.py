@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction import SAME_ACCESS_S, EvictionPolicy
-from tokenlake.store.segment import PolicyState, Segment
-
-__all__ = ["AdaptiveReplacement"]
+from tokenlake.memory.eviction import SAME_ACCESS_S, EvictionPolicy
+from tokenlake.memory.segment import PolicyState, Segment
 
 
 class _Record(PolicyState):

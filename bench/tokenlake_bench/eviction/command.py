@@ -26,8 +26,6 @@ from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
-__all__ = ["EvictionArguments", "run_eviction"]
-
 TRACE_SEGMENT_TOKENS = 512
 BUILTIN_SEGMENT_TOKENS = 64
 TRACE_CAPACITIES = (1_000_000, 3_000_000, 10_000_000)

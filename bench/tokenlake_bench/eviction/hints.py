@@ -10,8 +10,6 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.hints import Hints, Outlook
 from tokenlake_bench.baselines import Prompt
 
-__all__ = ["hints"]
-
 
 def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[Hints]:
     """The hints of each prompt: the length of the answer where the trace has it, and whether the conversation goes on,

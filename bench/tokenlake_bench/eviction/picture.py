@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tokenlake_bench.eviction.results import StudyResult
 
-__all__ = ["plot_study"]
-
 
 def plot_study(result: StudyResult, path: Path) -> None:
     """Write a picture (PNG) of hit rates over capacity with a panel per trace. Solid lines are one cache, dashed lines

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake_bench.eviction.arc import AdaptiveReplacement
 from tokenlake_bench.eviction.s3fifo import S3Fifo
-
-__all__ = ["STUDIED"]
 
 STUDIED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {
     "forecast": Forecast,

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["Ceiling", "Cell", "Mean", "StudyResult", "result_of"]
-
 LRU = "lru"
 
 

@@ -7,8 +7,6 @@ from rich.table import Table
 
 from tokenlake_bench.eviction.results import Cell, StudyResult
 
-__all__ = ["show"]
-
 
 def show(console: Console, result: StudyResult) -> None:
     """Print the hit rates of each trace, then the processor time of every policy."""

@@ -22,16 +22,14 @@ import random
 from collections.abc import Callable, Sequence
 
 from tokenlake.config.rules import RuleSettings
-from tokenlake.core.access import access_after, with_access
-from tokenlake.core.learned import SEND_S
+from tokenlake.core.cluster.learned import SEND_S
+from tokenlake.core.engines.access import access_after, with_access
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake_bench.baselines import Accesses, Prompt
-
-__all__ = ["NodeStores", "least_cost", "slots_per_node"]
 
 _TENANT = TenantId("study")
 _SLOT_BYTES = 64

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenlake.hints import Hints
-from tokenlake.store.eviction import EvictionPolicy
+from tokenlake.memory.eviction import EvictionPolicy
 from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.eviction.bounds import Bounds
 from tokenlake_bench.eviction.hints import hints
@@ -15,8 +15,6 @@ from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell
 from tokenlake_bench.eviction.stores import NodeStores
 from tokenlake_bench.eviction.timed import Timed
-
-__all__ = ["Plan", "ceiling_of", "run_cells"]
 
 SAMPLES = 16
 """Number of moments, spread evenly over the second half of a run, at which copies and segments without their parents

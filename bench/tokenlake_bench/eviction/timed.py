@@ -7,9 +7,7 @@ from time import perf_counter_ns
 
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store import EvictionPolicy, Segment
-
-__all__ = ["Timed"]
+from tokenlake.memory import EvictionPolicy, Segment
 
 
 class Timed(EvictionPolicy):

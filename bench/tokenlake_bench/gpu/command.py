@@ -32,8 +32,6 @@ from tokenlake_bench.gpu.transformers_check import transformers
 from tokenlake_bench.report import write_json
 from tokenlake_testing.children import start_child
 
-__all__ = ["CHECKS", "Check", "GpuResult", "Named", "Said", "main", "run_here"]
-
 
 class Named(NamedTuple):
     """A check: its rows, and the seconds after which it is ended."""

@@ -18,8 +18,6 @@ import xxhash
 from tokenlake_bench.gpu.base import Rig, Row, device_named
 from tokenlake_testing.device_bytes import bytes_of, random_bytes
 
-__all__ = ["shared"]
-
 LIMIT_S = 120.0
 
 

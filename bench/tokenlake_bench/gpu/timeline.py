@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Timeline", "covered", "record"]
-
 Span = tuple[float, float]
 """Begin and end, in microseconds."""
 

@@ -7,8 +7,6 @@ from importlib.util import find_spec
 
 from tokenlake_bench.gpu.base import NotRun, Rig, Row, device_named
 
-__all__ = ["transformers"]
-
 
 def transformers(rig: Rig) -> Iterator[Row]:
     """The rows of `transformers_rows`. On the device of tests a small model computes in host memory."""

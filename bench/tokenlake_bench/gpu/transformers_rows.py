@@ -32,8 +32,6 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.cpu_copier import CpuCopier
 from tokenlake_testing.cpu_device import CpuDevice
 
-__all__ = ["rows"]
-
 PATIENT = Deadlines(call_s=10.0, match_s=10.0, fetch_s=60.0, store_s=30.0)
 """The check is about bytes and rates: a busy machine may not run a process for longer than the default deadlines."""
 PATIENCE_S = 60.0

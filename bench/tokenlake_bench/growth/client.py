@@ -15,8 +15,6 @@ from tokenlake_bench.transfer.windows import keys_of
 from tokenlake_bench.transfer.worker import serve
 from tokenlake_client import Pool
 
-__all__ = ["LAYOUT", "PROMPT_KEYS", "Matching", "held_keys"]
-
 PROMPT_KEYS: Final = 1024
 """Number of segments of one stored prompt, which is also the number of keys of the longest match."""
 DEADLINE_S: Final = 5.0

@@ -17,8 +17,6 @@ from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables
 from tokenlake_bench.growth.rows import HELD, matches, measure, stores
 from tokenlake_bench.report import write_json
 
-__all__ = ["GrowthArguments", "run_growth"]
-
 FEWEST_SEGMENTS: Final = 200
 """Least number of segments that a daemon has room for. With fewer slots it would refuse a store of 128 keys, because of
 `dirty_share`."""

@@ -12,18 +12,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from tokenlake.core.grants import PIECE
+from tokenlake.core.engines.grants import PIECE
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.identity import SegmentKey
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_bench.growth.client import LAYOUT, PROMPT_KEYS, held_keys
 from tokenlake_bench.soak.gauges import process_gauges
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.ports import reserve_port
-
-__all__ = ["GrowthDaemon", "start_seconds", "store"]
 
 START_S: Final = 300.0
 PATIENCE_S: Final = 30.0

@@ -12,8 +12,6 @@ from rich.text import Text
 from tokenlake.config import format_size
 from tokenlake_bench.report import format_bytes, format_duration
 
-__all__ = ["GrowthResult", "Memory", "Row", "Start", "tables"]
-
 GROWS: Final = 1.2
 """Ratio of two costs above which a cost counts as growing. Repeated measurements of the same cost differ by less."""
 

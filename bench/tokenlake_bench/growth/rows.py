@@ -24,8 +24,6 @@ from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.transfer.windows import keys_of
 from tokenlake_bench.transfer.worker import Worker
 
-__all__ = ["HELD", "Kind", "Taken", "matches", "measure", "row_of", "stores"]
-
 KEYS: Final = (1, 128, 1024)
 MIDDLE: Final = 128
 """Number of keys per call where the number of clients or of stored segments is varied."""

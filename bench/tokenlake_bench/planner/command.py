@@ -26,8 +26,6 @@ from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse
 from tokenlake_bench.planner.shaping import Shape
 from tokenlake_bench.report import format_bytes, write_json
 
-__all__ = ["PlannerArguments", "run_planner"]
-
 LEARNT = (
     Work(768, 32, 8, 1),
     Work(2560, 96, 8, 1),

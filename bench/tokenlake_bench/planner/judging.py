@@ -12,8 +12,6 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Batch, Costs, Model, PrefixTree, Rates, Request, choose, grow
 from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Work
 
-__all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
-
 BOUND = 1.05
 """Factor of the planner's promise: a request with the pool should take at most this many times the time of recomputing
 its prefix, plus `DEADLINE_S`."""

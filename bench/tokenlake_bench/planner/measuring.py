@@ -10,8 +10,6 @@ from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.passes import Pass, mean_pass
 from tokenlake_bench.planner.rig import OWNER, SEGMENT_TOKENS, PrefixUse, Timed
 
-__all__ = ["measure"]
-
 
 def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
     """Add the times of served batches to the planner's inputs `rates`; runs that did not use the whole prefix in the

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-__all__ = ["Pass", "PassClock", "mean_pass"]
-
 
 class Pass(NamedTuple):
     """One forward pass of the model, or the mean of several."""

@@ -8,8 +8,6 @@ from typing import Final
 
 from tokenlake_bench.planner.judging import Row
 
-__all__ = ["plot_regions"]
-
 WAYS: Final = {"fetch": "tab:blue", "ship": "tab:orange", "recompute": "tab:gray"}
 
 

@@ -48,8 +48,6 @@ from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
-__all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "PrefixUse", "Work"]
-
 OWNER: Final = "node0"
 READER: Final = "node1"
 SEGMENT_TOKENS: Final = 256

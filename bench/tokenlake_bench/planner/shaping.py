@@ -25,8 +25,6 @@ import msgspec
 
 from tokenlake_testing.children import start_child
 
-__all__ = ["FREE", "Line", "Route", "Shape", "Shaper", "Shaping"]
-
 CHUNK = 256 << 10
 QUEUE_S = 0.005
 """Seconds of queue: a link stops reading when the bytes that it holds take this long at its bandwidth, like a switch

@@ -28,8 +28,6 @@ from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.store import survey
 from tokenlake_testing.cluster import Cluster, Node
 
-__all__ = ["RestartArguments", "run_restart"]
-
 MEMORY, REGION = "4MiB", "1MiB"
 """Of each node: about 500 segments."""
 WARM: Final = 6 * CONVERSATIONS

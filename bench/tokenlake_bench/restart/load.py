@@ -20,8 +20,6 @@ from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
 
-__all__ = ["LAYOUT", "Answered", "Load"]
-
 SEGMENT_TOKENS: Final = 32
 LAYOUT: Final = bench_layout(SEGMENT_TOKENS)
 CONVERSATIONS: Final = 16

@@ -8,8 +8,6 @@ from pathlib import Path
 from tokenlake_bench.restart.load import Answered
 from tokenlake_bench.restart.results import RestartResult, hit_rate, ideal_rate
 
-__all__ = ["draw"]
-
 WINDOW_S = 2.0
 """Seconds of the requests that one point of the curves covers."""
 

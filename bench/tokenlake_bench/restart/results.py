@@ -10,8 +10,6 @@ from rich.table import Table
 from tokenlake_bench.report import format_duration, format_share
 from tokenlake_bench.restart.load import Answered
 
-__all__ = ["Restart", "RestartResult", "hit_rate", "ideal_rate", "table"]
-
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
     """One restart of one node, or of all nodes at once.

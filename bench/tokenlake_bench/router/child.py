@@ -13,8 +13,6 @@ from pathlib import Path
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 
-__all__ = ["HttpChild"]
-
 START_S = 300.0
 """Seconds within which a server must serve: vLLM's takes tens of seconds on an idle machine."""
 STOP_S = 20.0

@@ -26,8 +26,6 @@ from tokenlake_bench.router.routers import litellm, vllm_router
 from tokenlake_bench.router.sessions import Sessions, text
 from tokenlake_testing.cluster import Cluster, Node, parse_metrics
 
-__all__ = ["ARRANGEMENTS", "RouterArguments", "run_router"]
-
 ROUTERS: Final = Path(".venv-routers")
 """Directory of the environment that `make install-routers` creates."""
 REGION_MIB: Final = 8

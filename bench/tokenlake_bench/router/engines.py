@@ -15,8 +15,6 @@ from tokenlake_testing.engine_lines import ENVIRONMENT
 from tokenlake_testing.ports import reserve_port
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model, save_tokenizer
 
-__all__ = ["MODEL_NAME", "Counts", "Engine", "save_chat_model", "tokens_by_source"]
-
 MODEL_NAME: Final = "tiny"
 MODEL: Final = TinyModel()
 CONNECTOR: Final = json.dumps(

@@ -14,8 +14,6 @@ from tokenlake_bench.router.child import HttpChild
 from tokenlake_bench.router.engines import MODEL_NAME
 from tokenlake_bench.router.sessions import Message, Sessions
 
-__all__ = ["Served", "first_text", "serve", "stream"]
-
 ANSWER_S = 300.0
 
 

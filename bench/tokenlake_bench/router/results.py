@@ -12,8 +12,6 @@ from tokenlake_bench.report import Quantiles, format_duration, format_ratio, for
 from tokenlake_bench.router.engines import Counts
 from tokenlake_bench.router.load import Served
 
-__all__ = ["Added", "RouterResult", "Row", "added_of", "row_of", "table"]
-
 
 class Added(msgspec.Struct, frozen=True, kw_only=True):
     """The time that the plug-in adds to requests: its histogram `tokenlake_router_seconds`."""

@@ -14,8 +14,6 @@ from tokenlake_bench.router.engines import MODEL_NAME
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["PLUGIN", "litellm", "vllm_router"]
-
 PLUGIN = "tokenlake_client.routers.litellm.plugin"
 
 

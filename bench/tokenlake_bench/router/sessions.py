@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["Message", "Sessions", "text"]
-
 Message = dict[str, str]
 
 

@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 from tokenlake_bench.engine_model import EngineModel
 
-__all__ = ["RoutedRequest", "Choice", "Fetch", "Fleet", "Knowledge", "Router", "least"]
-
 
 class RoutedRequest(NamedTuple):
     """A request as a router gets it; the length of its answer is not known yet."""

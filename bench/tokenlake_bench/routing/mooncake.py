@@ -17,8 +17,6 @@ from collections.abc import Sequence
 
 from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest, least
 
-__all__ = ["BALANCING_THRESHOLD", "Mooncake", "split"]
-
 BALANCING_THRESHOLD = 2.0
 
 

@@ -17,8 +17,6 @@ from tokenlake_bench.routing.mooncake import Mooncake, split
 from tokenlake_bench.routing.preble import Preble
 from tokenlake_bench.routing.round_robin import RoundRobin
 
-__all__ = ["SYSTEMS", "System", "systems_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class System:

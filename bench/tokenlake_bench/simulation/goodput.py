@@ -27,8 +27,6 @@ from tokenlake_bench.simulation.command import SimulateArguments
 from tokenlake_bench.simulation.pooled import POOL, pool_options
 from tokenlake_bench.simulation.pools import POOLS
 
-__all__ = ["Goodput", "goodput", "highest_rate", "main", "variants"]
-
 SHARE: Final = 0.9
 """Share of the requests that must meet their objective at the searched rate."""
 STEP: Final = 1.05

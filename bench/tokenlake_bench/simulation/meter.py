@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.store import SegmentStore, State
+from tokenlake.memory import SegmentStore, State
 from tokenlake_bench.balance import SendLog
-
-__all__ = ["Meter"]
 
 
 class Meter:

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import peer
 
-__all__ = ["Link", "Network", "NetworkShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -11,8 +11,6 @@ from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.report import format_ratio
 from tokenlake_bench.simulation.results import PoolView, SimulatedResult
 
-__all__ = ["plot_simulated"]
-
 
 def plot_simulated(result: SimulatedResult, view: PoolView, path: Path) -> None:
     """Write the picture of a simulated comparison (PNG) to `path`, without a display. Raises ConfigurationError where

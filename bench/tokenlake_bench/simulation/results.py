@@ -26,8 +26,6 @@ from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.run import Measured, Totals
 
-__all__ = ["PoolView", "SimulatedResult", "pool_table", "result_of", "systems_table"]
-
 FLASH_WINDOWS = 2
 _COLUMNS = (
     "hits",

@@ -19,8 +19,6 @@ from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.pooled import POOL
 from tokenlake_bench.simulation.results import SimulatedResult
 
-__all__ = ["main", "plot_series"]
-
 
 class Panel(NamedTuple):
     """One panel of the picture. `value(result, system, row)` is the plotted number; None leaves the system out."""

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.identity import SegmentKey
-from tokenlake.store import State
+from tokenlake.memory import State
 from tokenlake_bench.report import format_bytes, write_json
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.arrivals import Arrival
@@ -30,8 +30,6 @@ from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import pool_options
 from tokenlake_bench.simulation.pools import PoolSystem
-
-__all__ = ["FASTER", "VARIANTS", "Measured", "main", "study"]
 
 FASTER = 10
 """So many times as fast as between domains is a link within a domain."""

@@ -29,8 +29,6 @@ from tokenlake_bench.soak.refill import Refilled, displace, refill
 from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of
 from tokenlake_bench.soak.show import claim_table, gauge_table, page
 
-__all__ = ["SoakArguments", "run_soak"]
-
 SAMPLES: Final = 240
 """Maximum number of times that gauges are sampled in a run; short runs take a sample per second."""
 DRAIN_S: Final = 60.0

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-__all__ = ["FEWEST", "Flatness", "Tolerance", "flatness"]
-
 WARM_SHARE: Final = 1 / 3
 """Share of a process's life that is left out as warm-up, in which memory fills, and thread pools and the allocator
 reach their size."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["HELD", "Life", "Recorder", "entries", "held", "process_gauges", "total"]
-
 HOLDS: Final = ("leases", "writes", "leases to peers", "transfers", "segments in transfer", "sends", "matches")
 """Metrics of those maps of a daemon whose entries keep segments pinned."""
 MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")

@@ -11,8 +11,6 @@ from tokenlake_bench.report import format_bytes
 from tokenlake_bench.soak.flat import Tolerance, flatness
 from tokenlake_bench.soak.gauges import Life, Recorder
 
-__all__ = ["Claim", "Gauge", "SoakResult", "gauges_of"]
-
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
 """Tolerance of a process's resident memory: the median may grow by 2 MiB plus 2 % of the earlier median. The allocator
 keeps freed memory for each thread. Without a leak the median therefore moves by about 1 MiB after a read of the metrics

@@ -11,8 +11,6 @@ from rich.text import Text
 from tokenlake_bench.report import format_duration
 from tokenlake_bench.soak.results import Claim, Gauge, SoakResult, format_value
 
-__all__ = ["claim_table", "gauge_table", "page"]
-
 _WORDS = {True: "holds", False: "FAILS", None: "UNDECIDED"}
 
 

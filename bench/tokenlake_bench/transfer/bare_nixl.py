@@ -14,10 +14,8 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.wire.places import HOST
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_bench.transfer.windows import Windows, fill_windows
-from tokenlake_server.transports.nixl_agent import Agent, Span, State
+from tokenlake_server.nixl.agent import Agent, Span, State
 from tokenlake_testing.children import end_with_parent
-
-__all__ = ["BareNixl"]
 
 POLL_S = 0.0002
 STOP_S = 5.0

@@ -6,20 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-__all__ = [
-    "FAST",
-    "HASH_MANY",
-    "HASH_NEW",
-    "MATCH",
-    "MATCH_KEYS",
-    "SIZES",
-    "WINDOWS",
-    "Nodes",
-    "RowKind",
-    "Size",
-    "System",
-]
-
 MATCH_KEYS: Final = 128
 WINDOWS: Final = 9
 """Number of equal sets of segments (windows) that successive calls use in rotation: 9 x 128 MiB, so that the next set

@@ -24,9 +24,7 @@ from tokenlake_bench.transfer.pool_rows import PoolRows
 from tokenlake_bench.transfer.results import PLAIN, Comparison, Row, compare, row_of
 from tokenlake_bench.transfer.show import comparison_table, row_table
 from tokenlake_bench.transfer.windows import Windows
-from tokenlake_server.transports.nixl_agent import library
-
-__all__ = ["TransferArguments", "run_transfer"]
+from tokenlake_server.nixl.agent import library
 
 WARM_TURNS = 1
 """Number of repetitions at the beginning that warm up and are not counted."""

@@ -16,8 +16,6 @@ from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
-
 START_S = 60.0
 HEADER = 1 << 20
 """Bytes of a region of the arena that are not taken by one window (set) of segments."""

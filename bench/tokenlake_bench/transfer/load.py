@@ -21,8 +21,6 @@ from tokenlake_bench.transfer.windows import keys_of
 from tokenlake_bench.transfer.worker import Worker, serve
 from tokenlake_client import Pool
 
-__all__ = ["Load"]
-
 STORED_AT_A_TIME = 16
 """Number of segments per store of the load, far below the number of segments being written at which a daemon refuses
 stores."""

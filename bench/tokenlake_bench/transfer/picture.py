@@ -8,8 +8,6 @@ from pathlib import Path
 from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.transfer.results import Row
 
-__all__ = ["plot_rows"]
-
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
     """Write a picture (PNG): rates of all systems with the machine's own rates, and times of the calls that move no

@@ -20,8 +20,6 @@ from tokenlake_bench.transfer.load import Load
 from tokenlake_bench.transfer.windows import Windows, keys_of
 from tokenlake_client import Lease, Pool
 
-__all__ = ["PoolRows"]
-
 T = TypeVar("T")
 
 PROMPT_TOKENS = 32_768

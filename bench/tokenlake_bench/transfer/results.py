@@ -11,8 +11,6 @@ import numpy as np
 
 from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
 
-__all__ = ["PLAIN", "Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of"]
-
 PLAIN = "tokenlake"
 """Name of the pool as the peer with which the encrypted pool is compared."""
 Samples = Mapping[str, Sequence[float]]

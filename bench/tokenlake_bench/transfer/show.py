@@ -11,8 +11,6 @@ from rich.text import Text
 from tokenlake_bench.report import format_duration
 from tokenlake_bench.transfer.results import Comparison, Row, bounds
 
-__all__ = ["comparison_table", "row_table"]
-
 
 def row_table(rows: Sequence[Row]) -> Table:
     """A table with one line per kind of call of each system."""

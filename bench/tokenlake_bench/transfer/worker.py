@@ -27,8 +27,6 @@ from typing import Any
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 
-__all__ = ["Worker", "serve"]
-
 STOP_S = 10.0
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from tokenlake_bench.transfer.base import Size
 from tokenlake_bench.transfer.worker import Worker
 
-__all__ = ["PeerProcess"]
-
 
 class PeerProcess:
     """The client of a peer that runs in another process, which also started the peer's servers."""

@@ -12,8 +12,6 @@ from typing import NoReturn
 from tokenlake.errors import Refused
 from tokenlake_client.pool import Pool
 
-__all__ = ["Connection", "declined"]
-
 RETRY_S = 1.0
 """Seconds between two attempts to connect to the daemon, and after a call that failed, so that a dead daemon delays at
 most one request a second."""

@@ -8,8 +8,6 @@ import logging
 import threading
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Counters", "Reports"]
-
 C = TypeVar("C")
 
 MAX_MESSAGES = 64

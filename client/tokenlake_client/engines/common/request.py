@@ -8,8 +8,6 @@ from tokenlake.hints import Hints
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
 from tokenlake_client.match import MatchOptions
 
-__all__ = ["UNNAMED", "RequestInfo"]
-
 
 class RequestInfo(NamedTuple):
     """The facts that an engine tells the pool about the request for which it reads or stores segments."""

@@ -28,8 +28,6 @@ from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.pool import Pool
 
-__all__ = ["BatchPlanner"]
-
 RETRY_S = 30.0
 """Seconds until plans ship queries again after no query engine was found."""
 

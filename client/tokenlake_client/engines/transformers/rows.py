@@ -14,8 +14,6 @@ from tokenlake_client.engines.transformers.segment_copy import LayerPair
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache, ShippedLayer
 from tokenlake_client.lease import Lease
 
-__all__ = ["Row", "cache_of_rows", "place_rows"]
-
 
 @dataclass(slots=True)
 class Row:

@@ -32,8 +32,6 @@ from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, Sh
 from tokenlake_client.engines.transformers.writer import task_of
 from tokenlake_client.pool import Pool
 
-__all__ = ["Shipment", "Shipping", "Void"]
-
 T = TypeVar("T")
 
 PAIRS = 1 << 22

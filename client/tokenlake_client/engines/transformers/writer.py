@@ -18,8 +18,6 @@ from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopy
 from tokenlake_client.pool import Pool
 
-__all__ = ["StoreTask", "Writer", "task_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoreTask:

@@ -10,8 +10,6 @@ from tokenlake_client.engines.vllm.load_cost import Owner
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
 from tokenlake_client.lease import Lease
 
-__all__ = ["ScheduledLoads"]
-
 
 @dataclass(slots=True)
 class _Load:

@@ -16,8 +16,6 @@ from tokenlake_client.engines.vllm.step_plan import SavePlan
 from tokenlake_client.pool import Pool
 from tokenlake_client.write import Reservation
 
-__all__ = ["ScheduledSaves"]
-
 
 class ScheduledSaves:
     """The jobs in which ranks store segments and that the ranks have not finished. For the scheduler's thread."""

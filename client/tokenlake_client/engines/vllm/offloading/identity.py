@@ -23,8 +23,6 @@ from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_dige
 from tokenlake_client.engines.vllm.pages import PageCache
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
-__all__ = ["EngineIdentity", "RankFacts", "identity_of", "opaque_layout", "rank_facts"]
-
 HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
 

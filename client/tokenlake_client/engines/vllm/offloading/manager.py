@@ -34,8 +34,6 @@ from tokenlake_client.match import MatchOptions
 from tokenlake_client.pool import Pool
 from tokenlake_client.write import Reservation
 
-__all__ = ["ChunkManager"]
-
 OPEN_S = 2.0
 """Seconds from the first lookup on in which requests wait for the reports of the ranks and for the first connection to
 the daemon. Later requests do not wait."""
