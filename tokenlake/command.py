@@ -18,30 +18,38 @@ COMPLETE_VARIABLE = "_TOKENLAKE_COMPLETE"
 
 # The one-line help of the commands is listed here, because loading a command to get its help may need extras that are
 # not installed.
-SUMMARIES = {
-    "serve": "run the daemon of this node",
-    "replay": "run the rules on a recorded event log and compare their instructions with the recorded ones",
-    "config": "show each setting, its value and where it came from; the sizes of known models",
-    "ca": "make a certificate authority, and certificates of nodes",
-    "disk": "look at a directory of the disk tier, verify or remove it",
-    "explain": "show how many tokens of one request the pool had, and why the others were missed",
-    "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
-    "top": "watch rates per node and tenant, hot prefixes and slow calls",
-    "doctor": "check a node before and while it runs, and say how to cure what is wrong",
-    "members": "list the members of the cluster, their weights and states",
-    "drain": "let a node hand its segments over, leave the cluster and end",
-    "remove": "remove a node that is gone for good from the ring",
-    "evict": "evict segments by key, layout or tenant",
-    "events": "print segments as they are stored and evicted, and changes of the ring",
-    "completion": "print the script that completes commands in a shell",
-    "demo": "run three daemons and two engines on this machine, with and without the pool",
-    "bench": "measure the pool on a workload",
-    "workload": "write a workload as a trace file",
+GROUPS = {
+    "run": {
+        "serve": "run the daemon of this node",
+        "config": "show each setting, its value and where it came from; the sizes of known models",
+        "ca": "make a certificate authority, and certificates of nodes",
+        "disk": "look at a directory of the disk tier, verify or remove it",
+        "completion": "print the script that completes commands in a shell",
+    },
+    "watch": {
+        "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
+        "top": "watch rates per node and tenant, hot prefixes and slow calls",
+        "explain": "show how many tokens of one request the pool had, and why the others were missed",
+        "doctor": "check a node before and while it runs, and say how to cure what is wrong",
+        "members": "list the members of the cluster, their weights and states",
+        "events": "print segments as they are stored and evicted, and changes of the ring",
+    },
+    "change": {
+        "drain": "let a node hand its segments over, leave the cluster and end",
+        "remove": "remove a node that is gone for good from the ring",
+        "evict": "evict segments by key, layout or tenant",
+    },
+    "try": {
+        "demo": "run three daemons and two engines on this machine, with and without the pool",
+        "bench": "measure the pool on a workload",
+        "workload": "write a workload as a trace file",
+    },
 }
+SUMMARIES = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 BENCH = "tokenlake-bench"
 """Name of the Python distribution with the benchmarks, which a node does not need."""
 IN_A_CLONE = "(in a clone of the repository: pip install . ./bench)"
-BENCH_COMMANDS = ("demo", "bench", "workload")
+BENCH_COMMANDS = tuple(GROUPS["try"])
 DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf"}
 """By module, the distribution that has it, where the names differ."""
 EXTRAS_OF_PACKAGES = {"tokenlake_server": ("server",), "tokenlake_operator": ("server", "control")}
@@ -94,8 +102,11 @@ def end_at_sigterm() -> None:
 
 
 def _listing(commands: dict[str, EntryPoint]) -> str:
-    lines = ["usage: tokenlake COMMAND [OPTIONS]", ""]
-    lines += [f"  {name:<10} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
+    lines = ["usage: tokenlake COMMAND [OPTIONS]"]
+    others = {name: entry.value for name, entry in sorted(commands.items()) if name not in SUMMARIES}
+    for group, summaries in {**GROUPS, "others": others}.items():
+        listed = [f"  {name:<10} {summary}" for name, summary in summaries.items() if name in commands]
+        lines += ["", f"{group}:", *listed] if listed else []
     lines += ["", "`tokenlake COMMAND --help` lists the options of a command, `tokenlake --version` shows the version."]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")

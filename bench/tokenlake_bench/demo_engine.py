@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -93,7 +93,7 @@ class EngineProcess:
             self._pool.close()
         self._pool = Pool.connect(message.socket, self._layout)
         # In mode "ship" this process reads no segments from the pool, so there are no reads to measure.
-        watched = self._pool if message.mode == "ship" else MeasuredPool(self._pool, self._watch)
+        watched = self._pool if message.mode == "ship" else cast(Pool, MeasuredPool(self._pool, self._watch))
         options = EngineOptions(
             segment_tokens=self._layout.segment_tokens,
             weights_digest=self._layout.weights_digest,

@@ -81,7 +81,7 @@ class LiveClient:
         # predicted deadline is too short in real time, so a fixed one is given.
         self._fetch_s = MATCH_S * haste if haste > 1 else 0.0
         fingerprint = pool.layout.fingerprint()
-        self._identity = PayloadIdentity(seed, pool.tenant if tenant is None else tenant, fingerprint)
+        self._identity = PayloadIdentity(seed, pool.engine.tenant if tenant is None else tenant, fingerprint)
 
     def serve(self, tokens: Tokens, *, store: bool = True) -> Served:
         """Serve one prompt: read its longest prefix from the pool, compare its bytes, and with `store` store the

@@ -7,16 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.keys import Prefix, Salt, TokenIds
-from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.lease import Lease
@@ -72,29 +68,17 @@ class Watch:
 
 
 class MeasuredPool:
-    """A `CachePool` (`engines.common.pool`): passes all calls to `pool` and measures them. Closing it closes `pool`."""
+    """Stands in for `pool` and measures its matches and stores; all else is the pool's."""
 
     def __init__(self, pool: Pool, watch: Watch) -> None:
         self._pool = pool
         self._watch = watch
 
-    @property
-    def layout(self) -> Layout:
-        """The layout of the segments; see `CachePool`."""
-        return self._pool.layout
-
-    @property
-    def node(self) -> str:
-        """The name of the daemon's node; see `CachePool`."""
-        return self._pool.node
-
-    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: Salt = None) -> Prefix:
-        """Returns the keys of a prompt's segments; see `CachePool`."""
-        return self._pool.prefix(tokens, adapter=adapter, salt=salt)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> MeasuredLease:
-        """Lease the longest prefix of `keys` that the pool has, measure the call, and count the code that cut the match
-        short; see `CachePool`."""
+        """As `Pool.match`; counts the code that cut the match short."""
         # A match waits for segments that other engines compute at the moment; that time does not count as a wait for
         # the pool.
         with self._watch.call(waited_for=not options.in_flight_wait_s):
@@ -103,68 +87,30 @@ class MeasuredPool:
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
         return MeasuredLease(lease, self._watch)
 
-    def store_all(
-        self,
-        keys: Sequence[SegmentKey],
-        fill: Callable[[int, NDArray[np.uint8]], None],
-        first: int = 0,
-        patience: float = 0.0,
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-    ) -> bytes:
-        """Store consecutive segments of one prompt and measure the call. While `Watch.flip` is set nothing is stored,
-        and each key gets EXISTS. See `CachePool`."""
+    def store_all(self, keys: Sequence[SegmentKey], *arguments: Any, **options: Any) -> bytes:
+        """As `Pool.store_all`; while `Watch.flip` is set nothing is stored, and each key gets EXISTS."""
         if self._watch.flip:
             return bytes([Code.EXISTS]) * len(keys)
         with self._watch.call(waited_for=False):
-            codes = self._pool.store_all(keys, fill, first, patience, request=request, hints=hints)
+            codes = self._pool.store_all(keys, *arguments, **options)
         if Code.COMMITTED in codes:
             self._watch.served()
         return codes
 
-    def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        """Set in-flight markers, unless `Watch.flip` is set; see `CachePool`."""
-        if not self._watch.flip:
-            self._pool.mark_in_flight(keys, seconds)
-
-    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
-        """Send hints about stored segments; see `CachePool`."""
-        self._pool.hint(keys, hints)
-
-    def close(self) -> None:
-        """End the connection of the wrapped pool; see `CachePool`."""
-        self._pool.close()
-
 
 class MeasuredLease:
-    """A `CacheLease` (`engines.common.pool`): passes all calls to the pool's lease and measures them."""
+    """Stands in for `lease` and measures its reads; all else is the lease's."""
 
     def __init__(self, lease: Lease, watch: Watch) -> None:
         self._lease = lease
         self._watch = watch
 
-    @property
-    def hits(self) -> int:
-        """The number of leased segments; see `CacheLease`."""
-        return self._lease.hits
-
-    @property
-    def local_hits(self) -> int:
-        """The number of leased segments on this node; see `CacheLease`."""
-        return self._lease.local_hits
-
-    def nodes(self) -> list[str]:
-        """Returns the name of the node that has each leased segment; see `CacheLease`."""
-        return self._lease.nodes()
-
-    def sources(self) -> tuple[list[str], list[float]]:
-        """Returns the nodes of the leased segments, and their seconds on disk; see `CacheLease`."""
-        return self._lease.sources()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
 
     def fetch(self, start: int, stop: int, *, at_most_s: float = 0.0) -> list[NDArray[np.uint8]]:
-        """Calls `CacheLease.fetch`, and adds the time of the call and the segments read to the `Watch`. While
-        `Watch.flip` is set the arrays are copies with wrong bytes."""
+        """As `Lease.fetch`; adds the time of the call and the segments read to the `Watch`. While `Watch.flip` is set
+        the arrays are copies with wrong bytes."""
         remote = self._lease.codes[start:stop].count(Code.REMOTE)
         if remote and self._watch.before_remote is not None:
             self._watch.before_remote(remote)
@@ -179,29 +125,10 @@ class MeasuredLease:
             self._watch.cut_by[Code.LOST.name] += 1
         return [_flipped(array) for array in arrays] if self._watch.flip else arrays
 
-    @property
-    def unreleased(self) -> int:
-        """The number of segments, from the first on, that are not released."""
-        return self._lease.unreleased
-
-    def used(self, start: int, stop: int) -> None:
-        """Record that queries attended to the leased segments [start, stop); see `CacheLease`."""
-        self._lease.used(start, stop)
-
-    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
-        """Record which tokens of the prompt the engine takes; see `CacheLease`."""
-        self._lease.takes(start, stop, saved_s)
-
-    def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
-        """End the lease of the segments [start, stop); see `CacheLease`."""
-        self._lease.release(start, stop, counted=counted)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lease.release()
 
 

@@ -214,7 +214,7 @@ class VllmEngine:
         """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
             chunks = getattr(getattr(rank, "connector_worker", None), "worker", None)
-            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._pages, seconds)
+            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._copy, seconds)
 
     def _slow_loads(self, copy: Any, seconds: float) -> None:
         copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
@@ -233,6 +233,7 @@ class VllmEngine:
         import numpy as np
 
         from tokenlake.layout import Layout
+        from tokenlake_client.engines.vllm.step_plan import Part
 
         worker = _ours(self._rank())[0]._worker
         layout = Layout.decode(bytes.fromhex(self.layout()))
@@ -241,7 +242,7 @@ class VllmEngine:
         each = layout.segment_tokens // worker._block
         began = time.perf_counter()
         for index, slot in enumerate(source):
-            worker._copy.from_slot(slot, range(1 + index * each, 1 + (index + 1) * each), 0)
+            worker._copy.from_slot(slot, Part(0, 0, 0, tuple(range(1 + index * each, 1 + (index + 1) * each))))
         worker._copy.finish()
         copied = time.perf_counter()
         np.copyto(target, source)
@@ -311,7 +312,7 @@ class VllmEngine:
         return len(self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups)
 
     def plant(self, call: str, error: str) -> None:
-        """Let a call, such as "Pool.begin_match" or "ChunkManager.step_ends", raise the error of this name from now on,
+        """Let a call, such as "Pool.match" or "ChunkManager.step_ends", raise the error of this name from now on,
         and the call of the last `plant` work again. An empty `call`: only the latter."""
         import builtins
 

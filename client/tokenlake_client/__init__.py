@@ -1,4 +1,6 @@
-"""The client that an engine imports: `Pool`, its leases and writes; integrations are under `engines`."""
+"""The client of a pool: `Pool`, and what its calls take and return; programs import these names from `tokenlake`.
+Integrations are under `engines` and `routers`, the control plane's client under `control`, and `testing` has a pool in
+memory."""
 
 from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.lease import Lease

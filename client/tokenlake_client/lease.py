@@ -109,7 +109,8 @@ class Lease:
         holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
         parts = [part for part in parts if part.hits] or parts[:1]
         self.ids = tuple(LeaseId(part.lease) for part in parts)
-        """The numbers of the lease's parts, by which another process of the session attaches to it (`Pool.attach`)."""
+        """The numbers of the lease's parts, by which another process of the session attaches to it
+        (`EngineCalls.attach`)."""
         self.link = link
         self._state = state
         self._grants = state.grants

@@ -200,26 +200,13 @@ class Connector:
         """
         sock, path = dial(self.path, self.daemon_uid, self.deadlines.dial_s)
         channel = Channel(sock, path, self.on_end, self.deadlines)
-        fingerprint = self.layout.fingerprint()
         try:
-            pending = channel.begin(
-                lambda number: engine.Hello(
-                    number,
-                    OLDEST_VERSION,
-                    PROTOCOL_VERSION,
-                    self.layout.encode(),
-                    probe(engine.PROBE_SECRET, fingerprint),
-                    self.credential,
-                    session,
-                    resume,
-                    incarnation,
-                )
-            )
+            pending = channel.begin(self._hello(session, resume, incarnation))
             welcome = Link.expect(channel.wait(pending, self.deadlines.connect_s), engine.Welcome)
             lock = None if pending.descriptor is None else ProcessLock(pending.descriptor)
             if not OLDEST_VERSION <= welcome.version <= PROTOCOL_VERSION:
                 raise ProtocolRefused(f"the daemon chose protocol version {welcome.version}, which was not offered")
-            if welcome.probe != probe(welcome.secret, fingerprint):
+            if welcome.probe != probe(welcome.secret, self.layout.fingerprint()):
                 raise ProtocolRefused(
                     "the daemon's probe hash differs: client and daemon hash the same prefix to different keys; "
                     "install the same version of tokenlake on both"
@@ -232,6 +219,13 @@ class Connector:
             self._leave(channel, refused)
             raise refused from error
         return Link(channel, welcome, self.deadlines, lock)
+
+    def _hello(self, session: SessionId, resume: int, incarnation: int) -> Callable[[int], engine.Hello]:
+        oldest, newest, layout = OLDEST_VERSION, PROTOCOL_VERSION, self.layout.encode()
+        proof = probe(engine.PROBE_SECRET, self.layout.fingerprint())
+        return lambda number: engine.Hello(
+            number, oldest, newest, layout, proof, self.credential, session, resume, incarnation
+        )
 
     @staticmethod
     def _leave(channel: Channel, error: TokenLakeError) -> None:

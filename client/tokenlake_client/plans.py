@@ -4,10 +4,10 @@ lists the new cache that its transfer plan stores.
 ::
 
     views = open_views(pool, plan, tree, heads, scale)       # over local, fetched and shipped sequences
-    buffer = pool.init_query([(views[index], new_tokens) for index in views])
-    ticket = pool.query(buffer, layer)                       # for each layer; the engine computes the rest
-    transfer = pool.init_transfer(new_cache(transfer_plan, tree))
-    pool.put(transfer, layer, caches)
+    buffer = pool.queries.init_query([(views[index], new_tokens) for index in views])
+    ticket = pool.queries.query(buffer, layer)                       # for each layer; the engine computes the rest
+    transfer = pool.engine.init_transfer(new_cache(transfer_plan, tree))
+    transfer.put(layer, caches)
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _open(
     try:
         for start, stop, limit_s in fetches:
             lease.fetch(start, min(stop, lease.hits), at_most_s=limit_s)
-        view = pool.open_view(lease, heads, scale) if lease.hits else None
+        view = pool.queries.open_view(lease, heads, scale) if lease.hits else None
     except TokenLakeError:
         view = None
     if view is None:
@@ -86,6 +86,6 @@ def _open(
 
 
 def new_cache(plan: TransferPlan, tree: PrefixTree) -> list[tuple[tuple[SegmentKey, ...], int]]:
-    """The argument of `Pool.init_transfer`: for each request of the plan, the keys of the segments that it completes
-    and the index of the first of them in the prompt."""
+    """The argument of `EngineCalls.init_transfer`: for each request of the plan, the keys of the segments that it
+    completes and the index of the first of them in the prompt."""
     return [(tree.requests[index].keys[first : first + count], first) for index, first, count in plan.segments]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import threading
 
 from tokenlake.opaque_layout import AnyLayout
+from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.grants import Grants
 from tokenlake_client.parallel_copy import ParallelCopy
@@ -22,8 +25,14 @@ class PoolState:
         self.verify = verify
         """True: the pool checks the checksum of each segment that it reads."""
         self.parallel_copy = ParallelCopy()
+        self._name = secrets.token_hex(4)
+        self._requests = itertools.count(1)
         self._corrupt = 0
         self._lock = threading.Lock()
+
+    def request_name(self, given: str | None) -> str:
+        """The name of a request in messages: `given`, cut to its limit, or else one that no other request has."""
+        return f"{self._name}-{next(self._requests)}" if given is None else given[:MAX_REQUEST_NAME]
 
     @property
     def corrupt(self) -> int:

@@ -3,10 +3,11 @@
 ::
 
     lease = pool.match(keys)
-    with pool.open_view(lease, heads, scale) as view, pool.init_query([(view, tokens)]) as buffer:
-        buffer.queries[...] = ...             # for each step and layer
-        ticket = pool.query(buffer, layer)    # the engine computes attention over its own new tokens meanwhile
-        answer = ticket.wait()                # valid until the next query with this buffer
+    queries = pool.queries
+    with queries.open_view(lease, heads, scale) as view, queries.init_query([(view, tokens)]) as buffer:
+        buffer.queries[...] = ...               # for each step and layer
+        ticket = queries.query(buffer, layer)   # the engine computes attention over its own new tokens meanwhile
+        answer = ticket.wait()                  # valid until the next query with this buffer
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from tokenlake.layout import Layout
 from tokenlake.opaque_layout import understood
 from tokenlake.wire import HEADER_BYTES, Code, engine, pack_frame
 from tokenlake.wire import query as wire
-from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import join_keys
+from tokenlake_client.arguments import seconds
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 from tokenlake_client.query_link import Expected, QueryLink
@@ -77,7 +78,7 @@ class View:
     def __init__(
         self, link: QueryLink, lease: Lease, number: int, heads: int, viewed: wire.Viewed, nodes: Sequence[str]
     ) -> None:
-        """Made by `Pool.open_view`."""
+        """Made by `Queries.open_view`."""
         self.lease = lease
         self.heads = heads
         self.hits = viewed.hits
@@ -117,13 +118,12 @@ class QueryBuffer:
     """Queries and results of one batch, for all layers and all steps with the same parts. One ticket at a time; for one
     thread.
 
-    The engine may access the arrays before `Pool.query` and after `Ticket.wait`. Between the two calls the query engine
-    owns the buffer. When a part was LOST the query engine may still write into the memory. Therefore all further
-    queries of this buffer are LOST too, and the memory is not reused.
-    """
+    The engine may access the arrays before `Queries.query` and after `Ticket.wait`. Between the two calls the query
+    engine owns the buffer. When a part was LOST the query engine may still write into the memory. Therefore all further
+    queries of this buffer are LOST too, and the memory is not reused."""
 
     def __init__(self, owner: Queries, memory: QueryMemory | None, parts: Sequence[tuple[View, int]], dtype: str):
-        """Made by `Pool.init_query`. `memory` None: all queries of the buffer are LOST."""
+        """Made by `Queries.init_query`. `memory` None: all queries of the buffer are LOST."""
         self._owner = owner
         self._memory = memory
         self.parts = tuple((view.number, tokens) for view, tokens in parts)
@@ -198,7 +198,7 @@ class Ticket:
 
 
 class Queries:
-    """Views, buffers and the connection to the query engine, for one pool. Thread-safe."""
+    """`pool.queries`: views, buffers, and the connection to the query engine. Thread-safe."""
 
     def __init__(self, state: PoolState) -> None:
         self._layout = state.layout
@@ -217,15 +217,16 @@ class Queries:
         """The pool's layout. Raises `LayoutRefused` for an opaque one."""
         return understood(self._layout)
 
-    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float) -> View:
+    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float | None = None) -> View:
         """A view of the first `MAX_KEYS` segments of `lease`, for queries of `heads` heads; logits are `scale` x
-        query . key.
+        query . key. `deadline_s`: by default `Deadlines.view_s`.
 
         The view takes the lease over. Raises `LayoutRefused` for values that no view can have, `Unreachable` (no query
         engine, or the lease has ended), `DeadlinePassed`, and the refusal of the query engine; the lease stays the
         caller's then.
         """
         understood(self._layout)
+        deadline_s = self._deadlines.view_s if deadline_s is None else seconds("deadline_s", deadline_s)
         link = self._connected()
         link.check()
         self._sweep(link)
@@ -290,15 +291,14 @@ class Queries:
             return QueryBuffer(self, None, parts, dtype)
         return buffer
 
-    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float) -> Ticket:
+    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float | None = None) -> Ticket:
         """Send the queries that are in `buffer.queries` now, for `layer`. Parts without a result after `deadline_s`
-        are LOST. Never blocks. Raises `LayoutRefused` for a layer that the layout lacks, and `ValueError` for a
-        deadline that is negative or not finite."""
+        (default: `Deadlines.query_s`) are LOST. Never blocks. Raises `LayoutRefused` for a layer that the layout lacks,
+        and `ValueError` for a deadline that is negative or not finite."""
         layer, link = operator.index(layer), buffer.link
         if not 0 <= layer < self.layout.layers:
             raise LayoutRefused(f"layer is {layer}; expected 0 to {self.layout.layers - 1}")
-        if not 0 <= deadline_s <= MAX_SECONDS:
-            raise ValueError(f"deadline_s is {deadline_s}; expected 0 to {MAX_SECONDS}")
+        deadline_s = self._deadlines.query_s if deadline_s is None else seconds("deadline_s", deadline_s)
         if buffer.spent:
             return Ticket(buffer, None, 0.0, 0.0)
         buffer.attempt += 1
@@ -312,7 +312,7 @@ class Queries:
         return Ticket(buffer, expected, deadline_s, self._deadlines.grace_s)
 
     def close(self) -> None:
-        """End the connection to the query engine: queries of all views are LOST. Idempotent."""
+        """Called by `Pool.close`. End the connection to the query engine: queries of all views are LOST. Idempotent."""
         with self._lock:
             self._free.clear()
             self._in_use.clear()

@@ -27,7 +27,7 @@ class Transfer:
     layers are copied. The methods are for one thread."""
 
     def __init__(self, layout: Layout, writes: Sequence[Write], executor: Executor) -> None:
-        """Made by `Pool.init_transfer`. Takes over the writes."""
+        """Made by `EngineCalls.init_transfer`. Takes over the writes."""
         self._layout = layout
         self._slots = SlotMap.of(layout)
         self._writes = list(writes)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.content import MAX_CONTENT_BYTES
 from tokenlake.errors import ProtocolRefused
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.wire import Code
-from tokenlake.wire.engine import Commit, Committed, Prepared
+from tokenlake.wire.engine import MAX_KEYS, Commit, Committed, Prepare, Prepared
 from tokenlake.wire.slots import unpack_slots
+from tokenlake_client.arguments import index, packed, seconds
 from tokenlake_client.checksums import copy_with_checksums, shard_checksums
 from tokenlake_client.link import Link
 from tokenlake_client.pool_state import PoolState
+
+log = logging.getLogger(__name__)
+
+RETRY_S, LONGEST_RETRY_S = 0.002, 0.05
+"""Seconds of the first pause and of the longest one between attempts to store while the write budget is used up; each
+pause is twice the one before."""
 
 Source = Callable[[int, NDArray[np.uint8]], None] | Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
 """The segments to store: a function that is called with (index into the keys, slot) to fill a slot; or one array per
@@ -35,6 +47,60 @@ def check_source(source: Source, keys: int, segment_bytes: int) -> None:
             )
 
 
+def store(
+    state: PoolState,
+    keys: Sequence[SegmentKey],
+    first: int = 0,
+    patience: float = 0.0,
+    request: str | None = None,
+    hints: Hints | None = None,
+    contents: Sequence[bytes] = (),
+) -> Write:
+    until = time.monotonic() + seconds("patience", patience)
+    pause, name = RETRY_S, state.request_name(request)
+    while True:
+        link, prepared = prepare(state, keys, first, state.deadlines.store_s, name, hints, contents)
+        wait = not prepared.write and Code.first_passing(prepared.codes) >= 0
+        if not wait or time.monotonic() + pause > until:
+            return Write(state, link, keys, prepared)
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_RETRY_S)
+
+
+def prepare(
+    state: PoolState,
+    keys: Sequence[SegmentKey],
+    first: int,
+    deadline_s: float,
+    request: str | None,
+    hints: Hints | None,
+    contents: Sequence[bytes],
+) -> tuple[Link, Prepared]:
+    """Ask the daemon for slots. Returns the link and the daemon's answer, with a code for each of `keys`: those that
+    one request cannot name, which are far more than it reserves slots for, get SESSION_LIMIT. Raises `Unreachable`."""
+    index("first", first)
+    state.grants.sweep()
+    name = state.request_name(request)
+    log.debug("request %r: store of %d segments", name, len(keys))
+    sent = that_fit(keys, contents)
+    joined, told = packed(keys[:sent]), tuple(contents[:sent])
+    link = state.grants.open_link
+    reply = link.call(lambda number: Prepare(number, joined, first, name, hints, told), Prepared, deadline_s)
+    beyond = bytes([Code.SESSION_LIMIT]) * (len(keys) - sent)
+    return link, msgspec.structs.replace(reply, codes=reply.codes + beyond) if beyond else reply
+
+
+def that_fit(keys: Sequence[SegmentKey], contents: Sequence[bytes]) -> int:
+    """The number of segments that one request names: at most `MAX_KEYS`, with contents of `MAX_CONTENT_BYTES`, and at
+    least one."""
+    left, count = MAX_CONTENT_BYTES, min(len(keys), MAX_KEYS)
+    for at, content in enumerate(contents[:count]):
+        left -= len(content)
+        if left < 0 and at:
+            return at
+    return count
+
+
 class Write:
     """Slots that were reserved for segments, to be filled and committed. A `with` block commits at its end, and aborts
     when it raises.
@@ -47,7 +113,7 @@ class Write:
         """`link`: the connection over which the daemon's answer `prepared` was received. Raises the errors of mapping
         the slots' regions, after it gave the slots back."""
         self.id = WriteId(prepared.write)
-        """The number by which another process of the session attaches to the write (`Pool.attach_write`)."""
+        """The number by which another process of the session attaches to the write (`EngineCalls.attach_write`)."""
         self.keys = keys
         self.codes = bytearray(prepared.codes)
         """One `Code` for each key of the write; commit changes RESERVED to COMMITTED or EXPIRED."""
@@ -132,8 +198,8 @@ class Write:
             # Behind the answer: a pool that was closed leaves the daemon with its last write.
             self._grants.end_filling(self._link)
         self._grants.drop_write(self._link, self.id, abort=False)
-        for index, code in zip(indices, codes, strict=True):
-            self.codes[index] = code
+        for at, code in zip(indices, codes, strict=True):
+            self.codes[at] = code
         return bytes(self.codes)
 
     def leave(self) -> None:
@@ -179,8 +245,8 @@ class Reservation:
     def __init__(self, state: PoolState, link: Link, prepared: Prepared) -> None:
         """`link`: the connection over which the daemon's answer `prepared` was received. Raises `Unreachable`."""
         self.id = WriteId(prepared.write)
-        """The number by which other processes of the session attach to the write (`Pool.attach_write`); 0 when no slot
-        was granted."""
+        """The number by which other processes of the session attach to the write (`EngineCalls.attach_write`); 0 when
+        no slot was granted."""
         self.codes = prepared.codes
         """One `Code` for each key for which slots were requested."""
         self._grants = state.grants

@@ -210,7 +210,7 @@ def test_a_session_survives_a_daemon_with_a_fast_clock() -> None:
     fast = {"speed": str(speed), "lease_s": str(lease_s), "match_deadline_ms": "40000"}
     with Cluster(1, "8MiB", "1MiB", None, FAST_DAEMON, **fast) as running, running.connect(0, layout) as pool:
         assert pool.link.heartbeat_s == pytest.approx(lease_s / 3 / speed)
-        session = pool.session
+        session = pool.engine.session
         began = running.nodes[0].metrics()
         client = LiveClient(pool, seed=1, haste=speed)
         tokens = np.arange(160, dtype=np.uint32)
@@ -218,5 +218,5 @@ def test_a_session_survives_a_daemon_with_a_fast_clock() -> None:
         while time.monotonic() < until:
             served = client.serve(tokens)
         assert (served.hits, served.wrong_segments, served.failures) == (10, 0, 0)
-        assert (pool.session, pool.expired) == (session, 0)
+        assert (pool.engine.session, pool.engine.expired) == (session, 0)
         assert began.keys() <= running.nodes[0].metrics().keys()

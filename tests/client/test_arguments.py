@@ -13,25 +13,23 @@ from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, match, store
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client import Deadlines, MatchOptions, Pool
-from tokenlake_testing.cluster import Cluster
-
-pytestmark = pytest.mark.live
+from tokenlake_client.testing import MemoryPool
 
 BAD_SECONDS = (-1.0, math.nan, math.inf, 1e12, "1", True)
 LONG_S = 40 * 86400.0
 """Longer than poll takes, 24.8 days."""
 CALLS: dict[str, Callable[[Pool, Any], object]] = {
     "match": lambda pool, seconds: pool.match([], deadline_s=seconds),
-    "begin_match": lambda pool, seconds: pool.begin_match([], deadline_s=seconds),
-    "attach": lambda pool, seconds: pool.attach(1, deadline_s=seconds),  # type: ignore[arg-type]
-    "reserve": lambda pool, seconds: pool.reserve([], deadline_s=seconds),
+    "begin_match": lambda pool, seconds: pool.engine.begin_match([], deadline_s=seconds),
+    "attach": lambda pool, seconds: pool.engine.attach(1, deadline_s=seconds),  # type: ignore[arg-type]
+    "reserve": lambda pool, seconds: pool.engine.reserve([], deadline_s=seconds),
     "fetch": lambda pool, seconds: match(pool, Prompt(30, 2)).fetch(deadline_s=seconds),
     "fetch at most": lambda pool, seconds: match(pool, Prompt(30, 2)).fetch(at_most_s=seconds),
     "copy_into": lambda pool, seconds: match(pool, Prompt(30, 2)).copy_into([], deadline_s=seconds),
-    "open_view": lambda pool, seconds: pool.open_view(match(pool, Prompt(30, 2)), 2, 1.0, seconds),
+    "open_view": lambda pool, seconds: pool.queries.open_view(match(pool, Prompt(30, 2)), 2, 1.0, seconds),
     "store": lambda pool, seconds: pool.store([], patience=seconds),
     "store_all": lambda pool, seconds: pool.store_all([], [], patience=seconds),
-    "mark_in_flight": lambda pool, seconds: pool.mark_in_flight([], seconds),
+    "mark_in_flight": lambda pool, seconds: pool.engine.mark_in_flight([], seconds),
     "options": lambda pool, seconds: MatchOptions(in_flight_wait_s=seconds),
     "options per segment": lambda pool, seconds: MatchOptions(in_flight_wait_per_segment_s=seconds),
     "options expected": lambda pool, seconds: MatchOptions(in_flight_expected_s=seconds),
@@ -40,8 +38,8 @@ CALLS: dict[str, Callable[[Pool, Any], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_seconds_that_are_none_are_named(shared: Cluster, call: str) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_seconds_that_are_none_are_named(call: str) -> None:
+    with MemoryPool(LAYOUT) as pool:
         store(pool, Prompt(30, 2))
         for seconds in BAD_SECONDS:
             with pytest.raises(ValueError, match=r"argument '(deadline_s|at_most_s|patience|seconds|\w+_s)' is "):
@@ -50,17 +48,17 @@ def test_seconds_that_are_none_are_named(shared: Cluster, call: str) -> None:
         assert pool.connected
 
 
-def test_long_deadlines(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_long_deadlines() -> None:
+    with MemoryPool(LAYOUT) as pool:
         store(pool, Prompt(31, 2))
         with pool.match(pool.prefix(Prompt(31, 2).tokens).keys, deadline_s=LONG_S) as lease:
             assert len(lease.fetch(deadline_s=LONG_S)) == 2
 
 
 @pytest.mark.parametrize("first", [-1, 1 << 32, 1.5])
-def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
-    with shared.connect(0, LAYOUT) as pool:
-        for call in (pool.store, pool.reserve):
+def test_the_index_of_a_segment_is_checked(first: Any) -> None:
+    with MemoryPool(LAYOUT) as pool:
+        for call in (pool.store, pool.engine.reserve):
             with pytest.raises(ValueError, match="argument 'first' is "):
                 call([], first)
         with pytest.raises(ValueError, match="argument 'prompt_tokens' is "):
@@ -72,20 +70,20 @@ def test_the_index_of_a_segment_is_checked(shared: Cluster, first: Any) -> None:
     "tokens",
     [[-1], [1 << 32], [1.5], ["1"], [None], np.array([-1]), np.array([1.5]), b"abcd", 5, np.zeros((2, 2), int)],
 )
-def test_tokens_are_checked(shared: Cluster, tokens: Any) -> None:
-    with shared.connect(0, LAYOUT) as pool, pytest.raises((ValueError, TypeError, OverflowError), match="token ids"):
+def test_tokens_are_checked(tokens: Any) -> None:
+    with MemoryPool(LAYOUT) as pool, pytest.raises((ValueError, TypeError, OverflowError), match="token ids"):
         pool.prefix(tokens)
 
 
-def test_keys_of_another_length_are_named(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_keys_of_another_length_are_named() -> None:
+    with MemoryPool(LAYOUT) as pool:
         key, wrong = pool.prefix(Prompt(34, 1).tokens).keys[0], SegmentKey(b"12345")
         calls: list[Callable[[list[SegmentKey]], object]] = [
             pool.match,
             pool.store,
-            pool.reserve,
+            pool.engine.reserve,
             lambda keys: pool.hint(keys, Hints()),
-            lambda keys: pool.mark_in_flight(keys, 1.0),
+            lambda keys: pool.engine.mark_in_flight(keys, 1.0),
         ]
         for call in calls:
             with pytest.raises(ValueError, match="element 1 of argument 'keys' has 5 bytes; expected 32"):
@@ -93,14 +91,14 @@ def test_keys_of_another_length_are_named(shared: Cluster) -> None:
         assert pool.match([key], deadline_s=PATIENT_S).hits == 0, "the session goes on"
 
 
-def test_hints_are_checked(shared: Cluster) -> None:
-    with shared.connect(0, LAYOUT) as pool:
+def test_hints_are_checked() -> None:
+    with MemoryPool(LAYOUT) as pool:
         with pytest.raises(ValueError, match="argument 'hints' is None; expected hints"):
             pool.hint(pool.prefix(Prompt(34, 1).tokens).keys, None)  # type: ignore[arg-type]
         assert pool.match([], deadline_s=PATIENT_S).hits == 0, "the session goes on"
 
 
-def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
+def test_arrays_that_do_not_fit_their_keys_are_named() -> None:
     size = LAYOUT.segment_bytes
     right = np.zeros(size, np.uint8)
     cases: list[tuple[Any, str]] = [
@@ -108,7 +106,7 @@ def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
         ([right, right[1:]], rf"array 1 of the source has dtype uint8 and shape \({size - 1},\); .* \({size},\)"),
         ([right, right.view(np.float32)], "array 1 of the source has dtype float32"),
     ]
-    with shared.connect(0, LAYOUT) as pool:
+    with MemoryPool(LAYOUT) as pool:
         keys = pool.prefix(Prompt(35, 2).tokens).keys
         for source, message in cases:
             with pytest.raises(ValueError, match=message):
@@ -118,12 +116,12 @@ def test_arrays_that_do_not_fit_their_keys_are_named(shared: Cluster) -> None:
         assert pool.match(keys, deadline_s=PATIENT_S).hits == 0, "nothing is stored"
 
 
-def test_everything_may_be_closed_twice(cluster: Cluster) -> None:
+def test_everything_may_be_closed_twice() -> None:
     """A write that is open when its pool is closed keeps its process known to the daemon."""
-    with cluster.connect(0, LAYOUT) as pool:
+    with MemoryPool(LAYOUT) as pool:
         keys = pool.prefix(Prompt(32, 2).tokens).keys
-        lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.reserve(keys[1:])
-        transfer = pool.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])
+        lease, write, reservation = match(pool, Prompt(30, 2)), pool.store(keys[:1]), pool.engine.reserve(keys[1:])
+        transfer = pool.engine.init_transfer([(pool.prefix(Prompt(33, 1).tokens).keys, 0)])
         for _ in range(2):
             lease.release()
             write.abort()

@@ -46,7 +46,7 @@ def test_calls_fail_at_once_without_a_daemon(cluster: Cluster) -> None:
         for _ in range(50):
             with pytest.raises(Unreachable):
                 pool.match([])
-        assert pool.timeouts == 0
+        assert pool.engine.timeouts == 0
 
 
 def test_a_frozen_daemon_costs_one_deadline(cluster: Cluster) -> None:
@@ -63,7 +63,7 @@ def test_a_frozen_daemon_costs_one_deadline(cluster: Cluster) -> None:
                 pool.match(keys)
             with pytest.raises(DeadlinePassed, match="still owes"):
                 pool.store(keys)
-        assert pool.timeouts == 1
+        assert pool.engine.timeouts == 1
         node.thaw()
         wait_until(lambda: answers(pool), "it answers again")
         # The late reply granted a lease of 40 of the 120 segments that a session may lease: three more leases of 40 fit
@@ -95,7 +95,7 @@ def test_a_frozen_daemon_costs_each_thread_one_deadline(cluster: Cluster) -> Non
             thread.join(LIMIT_S)
         assert len(given_up) == 80
         # The three other threads, and the heartbeat, may have sent a call before the first call timed out.
-        assert 1 <= pool.timeouts <= 5
+        assert 1 <= pool.engine.timeouts <= 5
         node.thaw()
         wait_until(lambda: answers(pool), "it answers again")
 
@@ -112,7 +112,7 @@ def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
         cluster.nodes[2].freeze()
         with pytest.raises(DeadlinePassed):
             lease.fetch()
-        assert reader.timeouts == 1, "it costs one deadline of a call"
+        assert reader.engine.timeouts == 1, "it costs one deadline of a call"
         with pytest.raises(DeadlinePassed, match="still owes"):
             lease.fetch()
         cluster.nodes[2].thaw()
@@ -248,9 +248,9 @@ def test_calls_without_a_reply_do_not_wait_for_a_frozen_daemon(cluster: Cluster)
         lease = match(pool, prompt)
         node.freeze()
         acts: list[Callable[[], object]] = [lambda: pool.hint(keys, Hints(Outlook.GOES_ON))] * 200
-        acts += [lambda: pool.mark_in_flight(keys, 1.0), lambda: lease.release()]
+        acts += [lambda: pool.engine.mark_in_flight(keys, 1.0), lambda: lease.release()]
         _call(acts)
-        assert pool.timeouts == 0
+        assert pool.engine.timeouts == 0
         assert pool.connected
         node.thaw()
         wait_until(lambda: answers(pool), "it answers again")

@@ -221,14 +221,14 @@ def test_a_late_attach_ends_no_second_attach(cluster: Cluster) -> None:
     node = cluster.nodes[0]
     with (
         cluster.connect(0, LAYOUT) as pool,
-        Pool.connect(node.socket, LAYOUT, session=pool.session, deadlines=PATIENT) as rank,
+        Pool.connect(node.socket, LAYOUT, session=pool.engine.session, deadlines=PATIENT) as rank,
     ):
         store(pool, prompt)
         read(rank, prompt)
         lease = match(pool, prompt)
-        attach_late(cluster, lambda: rank.attach(*lease.ids))
+        attach_late(cluster, lambda: rank.engine.attach(*lease.ids))
         wait_until(lambda: answers(rank), "the daemon answers again")
-        held = rank.attach(*lease.ids)
+        held = rank.engine.attach(*lease.ids)
         arrays = held.fetch()
         lease.release()
         answers(rank)
@@ -246,7 +246,7 @@ def test_a_late_attach_to_a_lease_of_this_process(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, prompt)
         lease = match(pool, prompt)
-        attach_late(cluster, lambda: pool.attach(*lease.ids))
+        attach_late(cluster, lambda: pool.engine.attach(*lease.ids))
         lease.release(6)
         wait_until(lambda: answers(pool), "the daemon answers again")
         answers(pool)
@@ -267,7 +267,7 @@ def test_a_lease_ends_with_its_last_holder(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, prompt)
         first = match(pool, prompt)
-        second = pool.attach(*first.ids)
+        second = pool.engine.attach(*first.ids)
         first.release()
         fill_from_another_pool(cluster)
         arrays = second.fetch()
@@ -288,10 +288,10 @@ def test_a_write_ends_with_its_last_holder(cluster: Cluster) -> None:
     prompt = Prompt(6, 4)
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(prompt.tokens).keys
-        reserved = pool.reserve(keys)
-        attach_late(cluster, lambda: pool.attach_write(reserved.id))
+        reserved = pool.engine.reserve(keys)
+        attach_late(cluster, lambda: pool.engine.attach_write(reserved.id))
         wait_until(lambda: answers(pool), "the daemon answers again")
-        with pool.attach_write(reserved.id) as write:
+        with pool.engine.attach_write(reserved.id) as write:
             reserved.release()
             answers(pool)
             fill_from_another_pool(cluster)
@@ -299,8 +299,8 @@ def test_a_write_ends_with_its_last_holder(cluster: Cluster) -> None:
                 prompt.fill(index, array)
         assert outcomes(bytes(write.codes)) == {Code.COMMITTED}
         assert read(pool, prompt) == 4
-        aborted = pool.reserve(pool.prefix(Prompt(60, 4).tokens).keys)
-        filling = pool.attach_write(aborted.id)
+        aborted = pool.engine.reserve(pool.prefix(Prompt(60, 4).tokens).keys)
+        filling = pool.engine.attach_write(aborted.id)
         filling.abort()
         assert outcomes(store(pool, Prompt(60, 4), patience=0)) == {Code.PENDING}, (
             "the other holder keeps the reservation"

@@ -79,17 +79,17 @@ def test_a_restarted_daemon(cluster: Cluster, how: str) -> None:
         keys = pool.prefix(prompt.tokens).keys
         lease = match(pool, prompt)
         arrays = lease.fetch()
-        begun = pool.begin_match(keys)
+        begun = pool.engine.begin_match(keys)
         pool.match([])
         write = pool.store(pool.prefix(other.tokens).keys)
         for index, array in write.slots:
             other.fill(index, array)
-        first = pool.incarnation
+        first = pool.engine.incarnation
         getattr(node, how)()
         with pytest.raises(Unreachable):
             pool.match(keys)
         node.start()
-        wait_until(lambda: pool.connected and pool.incarnation != first, "connected to the new daemon")
+        wait_until(lambda: pool.connected and pool.engine.incarnation != first, "connected to the new daemon")
 
         with match(pool, prompt) as fresh:
             assert fresh.hits == 0
@@ -130,13 +130,13 @@ def test_a_session_goes_on_after_its_connection_broke(cluster: Cluster) -> None:
         lease = match(pool, prompt)
         arrays = lease.fetch(0, 2)
         write = pool.store(pool.prefix(other.tokens).keys)
-        session = pool.session
+        session = pool.engine.session
         for _ in range(5):
             link = pool.link
             proxy.cut()
             lease.release(3)  # The message may be lost with the connection.
             reconnected(pool, link)
-        assert pool.session == session
+        assert pool.engine.session == session
         assert total(node, "tokenlake_processes") == 1, "the daemon forgot the previous connections"
         refill(pool)
         assert prompt.wrong(arrays) == 0
@@ -191,12 +191,12 @@ def test_a_lease_of_a_process_that_mapped_nothing(cluster: Cluster) -> None:
     with its other process, whose segments fill the slots of the lease."""
     with cluster.connect(0, LAYOUT) as scheduler:
         store(scheduler, PROMPT)
-        with through_proxy(cluster.nodes[0], scheduler.session) as (rank, proxy):
+        with through_proxy(cluster.nodes[0], scheduler.engine.session) as (rank, proxy):
             lease = match(rank, PROMPT)
-            write = rank.reserve(rank.prefix(Prompt(2, 2).tokens).keys)
+            write = rank.engine.reserve(rank.prefix(Prompt(2, 2).tokens).keys)
             assert (lease.hits, bool(write.id)) == (8, True)
             reconnect(rank, proxy)
-            assert rank.session == scheduler.session
+            assert rank.engine.session == scheduler.engine.session
             refill(scheduler)
             with pytest.raises(Unreachable):
                 lease.fetch()
@@ -214,11 +214,11 @@ def test_a_lease_ends_with_its_session(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as other:
         store(other, prompt)
     with through_proxy(cluster.nodes[0]) as (pool, proxy):
-        lease, session = match(pool, prompt), pool.session
+        lease, session = match(pool, prompt), pool.engine.session
         assert lease.hits == 8
-        begun = pool.reserve(pool.prefix(Prompt(70, 2).tokens).keys)
+        begun = pool.engine.reserve(pool.prefix(Prompt(70, 2).tokens).keys)
         reconnect(pool, proxy)
-        assert pool.session != session
+        assert pool.engine.session != session
         refill(pool)
         with pytest.raises(Unreachable, match="session ended"):
             lease.fetch()
@@ -243,7 +243,7 @@ def test_pools_of_two_layouts_reconnect(cluster: Cluster, tmp_path: Path) -> Non
     assert not answers(one)
     path.symlink_to(node.socket)
     wait_until(lambda: answers(one), "this pool is connected too")
-    assert len({one.session, two.session, twin.session}) == 3
+    assert len({one.engine.session, two.engine.session, twin.engine.session}) == 3
     for pool in (one, two, twin):
         pool.close()
 

@@ -245,11 +245,11 @@ def test_numbers_of_another_incarnation_are_ignored(cluster: Cluster) -> None:
     another engine."""
     with cluster.connect(0, LAYOUT) as pool:
         connector = Connector(cluster.nodes[0].socket, None, LAYOUT, None, lambda: None, PATIENT)
-        again = connector.connect(pool.session, pool.link.connection, pool.incarnation - 1)
-        assert again.session != pool.session
+        again = connector.connect(pool.engine.session, pool.link.connection, pool.engine.incarnation - 1)
+        assert again.session != pool.engine.session
         again.channel.close()
         prompt = Prompt(8, 4)
         store(pool, prompt)
         assert read(pool, prompt) == 4, "its connection was not taken over"
-        with Pool.connect(cluster.nodes[0].socket, LAYOUT, session=pool.session, deadlines=PATIENT) as rank:
-            assert rank.session == pool.session, "without an incarnation the number counts"
+        with Pool.connect(cluster.nodes[0].socket, LAYOUT, session=pool.engine.session, deadlines=PATIENT) as rank:
+            assert rank.engine.session == pool.engine.session, "without an incarnation the number counts"

@@ -109,21 +109,21 @@ def test_a_long_match_is_polled(cluster: Cluster, keys: Sequence[SegmentKey]) ->
     """Another process of the session reads the lease."""
     with (
         cluster.connect(0, TINY) as pool,
-        Pool.connect(cluster.nodes[0].socket, TINY, session=pool.session, deadlines=PATIENT) as rank,
+        Pool.connect(cluster.nodes[0].socket, TINY, session=pool.engine.session, deadlines=PATIENT) as rank,
     ):
-        pending = pool.begin_match(keys, deadline_s=PATIENT_S)
+        pending = pool.engine.begin_match(keys, deadline_s=PATIENT_S)
         wait_until(lambda: pending.poll() is not None, "the last answer")
         lease = pending.wait()
         assert pending.answers == len(lease.ids) == -(-SEGMENTS // MAX_KEYS)
         nodes = lease.begin_nodes()
         wait_until(lambda: nodes.poll() is not None, "the nodes")
         assert nodes.poll() == [cluster.nodes[0].name] * SEGMENTS
-        attached = rank.attach(*lease.ids)
+        attached = rank.engine.attach(*lease.ids)
         lease.release()
         assert attached.hits == SEGMENTS
         assert wrong(attached.fetch(SECOND), keys[SECOND:]) == 0
         attached.release()
-        dropped = pool.begin_match(keys, deadline_s=PATIENT_S)
+        dropped = pool.engine.begin_match(keys, deadline_s=PATIENT_S)
         wait_until(lambda: dropped.poll() is not None or dropped.answers > 1, "two answers")
         dropped.cancel()
         pool.match([], deadline_s=PATIENT_S).release()
@@ -144,7 +144,7 @@ def test_a_store_of_too_many_segments_reserves_the_first(cluster: Cluster) -> No
         with pool.match(keys, deadline_s=PATIENT_S) as lease:
             assert lease.hits == granted
             assert wrong(lease.fetch(), keys[:granted]) == 0
-        reserved = pool.reserve(keys[1:])
+        reserved = pool.engine.reserve(keys[1:])
         assert len(reserved.codes) == SEGMENTS - 1
         reserved.release()
 

@@ -36,7 +36,7 @@ def test_a_prompt_is_computed_once(three: Cluster) -> None:
         keys = first.prefix(prompt.tokens).keys
         with first.match(keys, WAIT, deadline_s=PATIENT_S) as lease:
             assert lease.hits == 0
-        waiting = [pool.begin_match(keys, WAIT, deadline_s=PATIENT_S) for pool in (second, third)]
+        waiting = [pool.engine.begin_match(keys, WAIT, deadline_s=PATIENT_S) for pool in (second, third)]
         store(first, prompt)
         for pending in waiting:
             with pending.wait() as lease:
@@ -48,9 +48,9 @@ def test_a_match_waits_for_all_parts(three: Cluster) -> None:
     prompt = Prompt(8, 12)
     with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
         keys = first.prefix(prompt.tokens).keys
-        first.mark_in_flight(keys, 10.0)
+        first.engine.mark_in_flight(keys, 10.0)
         wait_marked(second, keys, Code.PENDING)
-        waiting = second.begin_match(keys, WAIT, deadline_s=PATIENT_S)
+        waiting = second.engine.begin_match(keys, WAIT, deadline_s=PATIENT_S)
         for start in range(0, 12, 4):
             assert waiting.poll() is None
             part = [np.frombuffer(prompt.content(index), np.uint8) for index in range(start, start + 4)]
@@ -64,11 +64,11 @@ def test_markers_end_when_removed_and_with_the_pool(three: Cluster) -> None:
     with three.connect(1, LAYOUT) as second:
         with three.connect(0, LAYOUT) as first:
             keys = first.prefix(Prompt(9, 12).tokens).keys
-            first.mark_in_flight(keys, 10.0)
+            first.engine.mark_in_flight(keys, 10.0)
             wait_marked(second, keys, Code.PENDING)
-            first.mark_in_flight(keys, 0.0)
+            first.engine.mark_in_flight(keys, 0.0)
             wait_marked(second, keys, Code.MISSING)
-            first.mark_in_flight(keys, 10.0)
+            first.engine.mark_in_flight(keys, 10.0)
             wait_marked(second, keys, Code.PENDING)
         wait_marked(second, keys, Code.MISSING)
 
@@ -76,13 +76,13 @@ def test_markers_end_when_removed_and_with_the_pool(three: Cluster) -> None:
 def test_a_heartbeat_is_answered_while_a_match_waits(three: Cluster) -> None:
     with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
         keys = first.prefix(Prompt(10, 12).tokens).keys
-        first.mark_in_flight(keys, 10.0)
+        first.engine.mark_in_flight(keys, 10.0)
         wait_marked(second, keys, Code.PENDING)
-        waiting = second.begin_match(keys, WAIT, deadline_s=PATIENT_S)
-        beat = second.begin_heartbeat()
+        waiting = second.engine.begin_match(keys, WAIT, deadline_s=PATIENT_S)
+        beat = second.engine.begin_heartbeat()
         wait_until(beat.poll, "the daemon answers")
         assert waiting.poll() is None
-        first.mark_in_flight(keys, 0.0)
+        first.engine.mark_in_flight(keys, 0.0)
         with waiting.wait() as lease:
             assert (lease.hits, lease.codes[0]) == (0, Code.MISSING)
 
@@ -91,7 +91,7 @@ def test_begin_poll_and_cancel(pool: Pool, shared: Cluster) -> None:
     prompt = Prompt(6, 40)
     store(pool, prompt)
     keys = pool.prefix(prompt.tokens).keys
-    pending = pool.begin_match(keys)
+    pending = pool.engine.begin_match(keys)
     wait_until(lambda: pending.poll() is not None, "the answer is here")
     lease = pending.poll()
     assert lease is not None
@@ -99,8 +99,8 @@ def test_begin_poll_and_cancel(pool: Pool, shared: Cluster) -> None:
     lease.release()
     # The matches together would lease more than a session may: cancelled ones must leave no lease behind.
     for _ in range(10):
-        pool.begin_match(keys).cancel()
-    answered = pool.begin_match(keys)
+        pool.engine.begin_match(keys).cancel()
+    answered = pool.engine.begin_match(keys)
     answered.wait()
     answered.cancel()
     wait_until(lambda: match(pool, prompt).hits == 40, "cancelled matches are given back")
@@ -110,7 +110,7 @@ def test_a_cancelled_answer_is_given_back(pool: Pool) -> None:
     prompt = Prompt(7, 40)
     store(pool, prompt)
     keys = pool.prefix(prompt.tokens).keys
-    pending = [pool.begin_match(keys) for _ in range(3)]
+    pending = [pool.engine.begin_match(keys) for _ in range(3)]
     pool.match([]).release()
     for each in pending:
         each.cancel()
@@ -125,5 +125,5 @@ def test_a_waiting_match_notices_a_frozen_daemon(cluster: Cluster) -> None:
         cluster.nodes[0].freeze()
         with pytest.raises(DeadlinePassed, match="did not answer within"):
             pool.match(keys, WAIT)
-        assert pool.timeouts == 1
+        assert pool.engine.timeouts == 1
         cluster.nodes[0].thaw()

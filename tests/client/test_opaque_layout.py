@@ -62,7 +62,7 @@ def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
 
 
 def join(cluster: Cluster, node: int, *, session: Pool | None = None, verify: bool = False) -> Pool:
-    number = None if session is None else session.session
+    number = None if session is None else session.engine.session
     socket = cluster.nodes[node].socket
     return Pool.connect(socket, OPAQUE, session=number, verify=verify, deadlines=PATIENT)
 
@@ -147,10 +147,10 @@ def test_another_process_attaches_to_all_parts(
     cluster: Cluster, keys: list[SegmentKey], stored: list[SegmentKey]
 ) -> None:
     with join(cluster, 1) as pool, join(cluster, 1, session=pool, verify=True) as rank:
-        pending = pool.begin_match(keys, INDEPENDENT, deadline_s=PATIENT_S)
+        pending = pool.engine.begin_match(keys, INDEPENDENT, deadline_s=PATIENT_S)
         wait_until(lambda: pending.poll() is not None, "the last answer")
         lease = pending.wait()
-        attached = rank.attach(*lease.ids)
+        attached = rank.engine.attach(*lease.ids)
         lease.release()
         assert attached.hits == len(stored)
         assert wrong(attached.fetch(BORDER - 5, deadline_s=LIMIT_S), stored[BORDER - 5 :]) == 0
@@ -165,7 +165,7 @@ def test_an_attached_lease_ends_before_a_part_that_has_ended(cluster: Cluster, k
         pool.match(keys, INDEPENDENT, deadline_s=PATIENT_S) as lease,
     ):
         first, _, last = lease.ids
-        attached = rank.attach(first, LeaseId(1 << 40), last)
+        attached = rank.engine.attach(first, LeaseId(1 << 40), last)
         assert attached.hits == BORDER
         attached.release()
 
@@ -191,52 +191,22 @@ def test_segments_behind_lost_ones_are_fetched() -> None:
             assert wrong(list(read.values()), list(read)) == 0
 
 
-def test_each_rank_fills_its_shard(cluster: Cluster) -> None:
-    with join(cluster, 0) as pool, join(cluster, 0, session=pool) as rank:
-        keys = pool.opaque_keys(engine_keys("ranks", 4))
-        size = OPAQUE.shard_bytes
-        reservation = pool.reserve(keys)
-        for shard, process in enumerate((pool, rank)):
-            with process.attach_write(reservation.id) as write:
-                for index, slot in write.slots:
-                    slot[shard * size : (shard + 1) * size] = content(keys[index])[shard * size : (shard + 1) * size]
-                write.commit(shards=1 << shard)
-        with pool.match(keys[::-1], INDEPENDENT, deadline_s=PATIENT_S) as lease:
-            assert lease.hits == 4
-            assert wrong(lease.fetch(), keys[::-1]) == 0
-
-
-def test_keys_depend_on_tenant_adapter_salt_and_weights(cluster: Cluster) -> None:
-    with join(cluster, 0) as pool:
-        names = engine_keys("names", 2)
-        assert pool.opaque_keys(names) == pool.opaque_keys(names, weights_digest=OPAQUE.weights_digest)
-        some = [{}, {"adapter": "lora"}, {"salt": "lora"}, {"weights_digest": "01"}]
-        assert len({key for options in some for key in pool.opaque_keys(names, **options)}) == 2 * len(some)
-        with pytest.raises(ValueError, match="20 bytes; expected 32"):
-            pool.opaque_keys([(0, bytes(20))])
-
-
-def test_independent_keys_do_not_wait_for_other_engines() -> None:
-    with pytest.raises(ValueError, match="in_flight_wait_s is 1.0"):
-        MatchOptions(independent=True, in_flight_wait_s=1.0)
-
-
 def test_a_session_has_one_layout(cluster: Cluster) -> None:
     """The first field that differs is named, also where the other process's layout is not opaque."""
     with join(cluster, 0) as pool:
         other = msgspec.structs.replace(OPAQUE, engine="vllm 0.33.0")
         for layout, named in ((other, "'engine' is 'vllm 0.33.0'"), (LAYOUT, "'model_id'")):
             with pytest.raises(LayoutRefused, match=named):
-                Pool.connect(cluster.nodes[0].socket, layout, session=pool.session, deadlines=PATIENT)
+                Pool.connect(cluster.nodes[0].socket, layout, session=pool.engine.session, deadlines=PATIENT)
 
 
 def test_attention_in_place_refuses_an_opaque_layout(cluster: Cluster, keys: list[SegmentKey]) -> None:
     refused = r"opaque: only its 'engine' 'vllm 0.32.0'"
     with join(cluster, 0) as pool, pool.match(keys, INDEPENDENT, deadline_s=PATIENT_S) as lease:
         with pytest.raises(LayoutRefused, match=refused):
-            pool.open_view(lease, 1, 1.0)
+            pool.queries.open_view(lease, 1, 1.0)
         with pytest.raises(LayoutRefused, match=refused):
-            pool.init_transfer([(keys, 0)])
+            pool.engine.init_transfer([(keys, 0)])
         with pytest.raises(LayoutRefused, match=refused):
             assert pool.layout
         with pytest.raises(LayoutRefused, match=refused):

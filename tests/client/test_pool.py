@@ -44,7 +44,7 @@ def test_threads_share_a_pool(shared: Cluster) -> None:
                 if action == 0:
                     store(pool, prompt)
                 elif action == 1:
-                    pending = pool.begin_match(pool.prefix(prompt.tokens).keys)
+                    pending = pool.engine.begin_match(pool.prefix(prompt.tokens).keys)
                     if draw.random() < 0.5:
                         pending.cancel()
                     else:

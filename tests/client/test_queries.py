@@ -65,10 +65,10 @@ def query_memories() -> int:
 
 def ask(pool: Pool, text: Text, view: View, tokens: int = TOKENS, seed: int = 0) -> bool:
     """Query every layer once; False when one was LOST. AssertionError when one was wrong."""
-    with pool.init_query([(view, tokens)]) as buffer:
+    with pool.queries.init_query([(view, tokens)]) as buffer:
         for layer in range(LAYOUT.layers):
             buffer.queries[...] = draw_queries(seed + layer, tokens)
-            answer = pool.query(buffer, layer, DEADLINE_S).wait()
+            answer = pool.queries.query(buffer, layer, DEADLINE_S).wait()
             if answer.lost:
                 return False
             close_to(Partial(answer.output, answer.sums), text.attention(buffer.queries, layer), 1e-5)
@@ -80,7 +80,7 @@ def test_memory_is_reused_where_it_is_large_enough(pool: Pool, text: Text) -> No
     with open_view(pool, text) as view:
         numbers = []
         for tokens in (1, 2, 400, 1, 400):
-            with pool.init_query([(view, tokens)]) as buffer:
+            with pool.queries.init_query([(view, tokens)]) as buffer:
                 numbers.append(buffer.number)
             assert ask(pool, text, view, tokens)
         assert numbers[0] == numbers[1] == numbers[3] != numbers[2] == numbers[4]
@@ -109,36 +109,36 @@ def test_threads_share_one_connection(pool: Pool, text: Text) -> None:
 def test_parts_that_do_not_fit_are_refused(pool: Pool, text: Text) -> None:
     with text.match(pool) as lease:
         with pytest.raises(LayoutRefused, match="multiple"):
-            pool.open_view(lease, 3, SCALE)
+            pool.queries.open_view(lease, 3, SCALE)
         # The lease stays with the caller when a view is opened over it.
-        with pool.open_view(lease, HEADS, SCALE) as view, open_view(pool, text, heads=2 * HEADS) as other:
+        with pool.queries.open_view(lease, HEADS, SCALE) as view, open_view(pool, text, heads=2 * HEADS) as other:
             for parts in ([], [(view, 0)], [(view, 1), (other, 1)]):
                 with pytest.raises(LayoutRefused, match="expected"):
-                    pool.init_query(parts)
+                    pool.queries.init_query(parts)
             assert ask(pool, text, view)
 
 
 @pytest.mark.live
 def test_wrong_arguments_raise_to_their_caller_alone(pool: Pool, text: Text) -> None:
     """A view that is open before them answers after them."""
-    with open_view(pool, text) as view, pool.init_query([(view, TOKENS)]) as buffer, text.match(pool) as lease:
+    with open_view(pool, text) as view, pool.queries.init_query([(view, TOKENS)]) as buffer, text.match(pool) as lease:
         for heads, scale in [(0, SCALE), (1 << 40, SCALE), (HEADS, -1.0), (HEADS, float("nan")), (HEADS, 1e9)]:
             with pytest.raises(LayoutRefused):
-                pool.open_view(lease, heads, scale)
+                pool.queries.open_view(lease, heads, scale)
         with pytest.raises(LimitReached):
-            pool.open_view(lease, 1 << 16, SCALE)
+            pool.queries.open_view(lease, 1 << 16, SCALE)
         with pytest.raises(LayoutRefused, match="expected the layout's float32"):
-            pool.init_query([(view, TOKENS)], "float16")
+            pool.queries.init_query([(view, TOKENS)], "float16")
         with pytest.raises(LimitReached, match="tokens"):
-            pool.init_query([(view, 1 << 40)])
+            pool.queries.init_query([(view, 1 << 40)])
         with pytest.raises(LimitReached, match="parts"):
-            pool.init_query([(view, 1)] * 5000)
+            pool.queries.init_query([(view, 1)] * 5000)
         for layer in (-1, LAYOUT.layers, 1 << 40):
             with pytest.raises(LayoutRefused, match="layer"):
-                pool.query(buffer, layer)
+                pool.queries.query(buffer, layer)
         for deadline_s in (-1.0, float("nan"), float("inf")):
             with pytest.raises(ValueError, match="deadline_s"):
-                pool.query(buffer, 0, deadline_s)
+                pool.queries.query(buffer, 0, deadline_s)
         assert ask(pool, text, view)
 
 
@@ -146,7 +146,7 @@ def test_an_ended_lease_opens_no_view(pool: Pool, text: Text) -> None:
     lease = text.match(pool)
     lease.release()
     with pytest.raises(Unreachable, match="ended"):
-        pool.open_view(lease, HEADS, SCALE)
+        pool.queries.open_view(lease, HEADS, SCALE)
 
 
 @pytest.mark.live
@@ -156,18 +156,18 @@ def test_a_frozen_query_engine_costs_one_deadline(cluster: Cluster, pool: Pool, 
         pid = engine_of(cluster.nodes[0])
         freeze(pid)
         try:
-            late = pool.init_query([(view, TOKENS)])
+            late = pool.queries.init_query([(view, TOKENS)])
             late.queries[...] = draw_queries(1, TOKENS)
-            assert pool.query(late, 0, SHORT_S).wait().codes == bytes([Code.LOST])
+            assert pool.queries.query(late, 0, SHORT_S).wait().codes == bytes([Code.LOST])
             # The client sends no further query to a frozen query engine, and does not reuse a buffer that it may still
             # access.
             for _ in range(100):
-                with pool.init_query([(view, TOKENS)]) as buffer:
+                with pool.queries.init_query([(view, TOKENS)]) as buffer:
                     assert buffer.number != late.number
-                    assert pool.query(buffer, 0, 60.0).wait().lost == [0]
+                    assert pool.queries.query(buffer, 0, 60.0).wait().lost == [0]
             with text.match(pool) as lease, pytest.raises(DeadlinePassed):
-                pool.open_view(lease, HEADS, SCALE)
-            assert pool.query(late, 0, 60.0).wait().lost == [0]
+                pool.queries.open_view(lease, HEADS, SCALE)
+            assert pool.queries.query(late, 0, 60.0).wait().lost == [0]
             late.close()
             del late, buffer
         finally:
@@ -184,11 +184,11 @@ def test_a_closed_buffer_is_not_reused_before_its_answer(pool: Pool, text: Text)
     before = query_memories()
     with open_view(pool, text) as view:
         for _ in range(50):
-            first = pool.init_query([(view, TOKENS)])
-            pool.query(first, 0, DEADLINE_S)
+            first = pool.queries.init_query([(view, TOKENS)])
+            pool.queries.query(first, 0, DEADLINE_S)
             number = first.number
             first.close()
-            with pool.init_query([(view, TOKENS)]) as second:
+            with pool.queries.init_query([(view, TOKENS)]) as second:
                 assert second.number != number
             assert ask(pool, text, view)
         # One memory is kept for the next batch, one belongs to `first`, and the reply for another may not have arrived
@@ -200,9 +200,9 @@ def test_a_closed_buffer_is_not_reused_before_its_answer(pool: Pool, text: Text)
 def test_a_killed_query_engine_is_connected_to_again(cluster: Cluster, pool: Pool, text: Text) -> None:
     view = open_view(pool, text)
     pid = engine_of(cluster.nodes[0])
-    with pool.init_query([(view, TOKENS)]) as buffer:
+    with pool.queries.init_query([(view, TOKENS)]) as buffer:
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: bool(pool.query(buffer, 0, DEADLINE_S).wait().lost), "its answers are lost")
+        wait_until(lambda: bool(pool.queries.query(buffer, 0, DEADLINE_S).wait().lost), "its answers are lost")
     assert not view.alive
     assert not ask(pool, text, view)
     view.close()
@@ -216,10 +216,10 @@ def test_a_killed_query_engine_is_connected_to_again(cluster: Cluster, pool: Poo
 def test_queries_of_a_closed_pool_are_lost(cluster: Cluster, text: Text) -> None:
     pool = cluster.connect(0, LAYOUT)
     view = open_view(pool, text)
-    buffer = pool.init_query([(view, TOKENS)])
+    buffer = pool.queries.init_query([(view, TOKENS)])
     pool.close()
-    assert pool.query(buffer, 0).wait().lost == [0]
+    assert pool.queries.query(buffer, 0).wait().lost == [0]
     buffer.close()
     view.close()
     with pytest.raises(TokenLakeError):
-        pool.open_view(view.lease, HEADS, SCALE)
+        pool.queries.open_view(view.lease, HEADS, SCALE)

@@ -153,8 +153,8 @@ def test_a_match_that_is_given_up_or_repeated_does_not_count(cluster: Cluster) -
         expected = {"asked": 8 * SIZE, "local": 6 * SIZE, "never_stored": 2 * SIZE}
         with counted(cluster, expected):
             keys = pool.prefix(ASKED.tokens).keys
-            pool.begin_match(keys, deadline_s=PATIENT_S).cancel()
-            pool.begin_match(pool.prefix(Prompt(98, 2).tokens).keys, deadline_s=PATIENT_S).cancel()
+            pool.engine.begin_match(keys, deadline_s=PATIENT_S).cancel()
+            pool.engine.begin_match(pool.prefix(Prompt(98, 2).tokens).keys, deadline_s=PATIENT_S).cancel()
             first = asked(pool)
             with asked(pool) as lease:
                 first.release(counted=False)
@@ -180,13 +180,13 @@ def test_two_processes_of_an_engine(cluster: Cluster) -> None:
     socket = cluster.nodes[0].socket
     with (
         cluster.connect(0, LAYOUT) as pool,
-        Pool.connect(socket, LAYOUT, session=pool.session, deadlines=PATIENT) as rank,
-        Pool.connect(socket, LAYOUT, session=pool.session, deadlines=PATIENT) as other,
+        Pool.connect(socket, LAYOUT, session=pool.engine.session, deadlines=PATIENT) as rank,
+        Pool.connect(socket, LAYOUT, session=pool.engine.session, deadlines=PATIENT) as other,
         counted(cluster, expected),
         asked(pool) as lease,
     ):
         for each in (rank, other):
-            with each.attach(*lease.ids) as attached:
+            with each.engine.attach(*lease.ids) as attached:
                 attached.fetch(1, 5)
         lease.takes(SIZE, 6 * SIZE)
 

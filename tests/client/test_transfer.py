@@ -41,9 +41,9 @@ def layer_of(prompt: Prompt, layer: int, segments: Sequence[int]) -> LayerCache:
 
 
 def put_all(pool: Pool, prompts: Sequence[Prompt], layers: Sequence[int], first: int = 0) -> list[bytes]:
-    transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys[first:], first) for prompt in prompts])
+    transfer = pool.engine.init_transfer([(pool.prefix(prompt.tokens).keys[first:], first) for prompt in prompts])
     for layer in layers:
-        pool.put(transfer, layer, [layer_of(each, layer, range(first, each.segments)) for each in prompts])
+        transfer.put(layer, [layer_of(each, layer, range(first, each.segments)) for each in prompts])
     assert transfer.wait(LIMIT_S)
     return transfer.codes
 
@@ -67,8 +67,8 @@ def test_only_new_segments_are_copied(pool: Pool) -> None:
 
 def test_nothing_is_found_before_the_last_layer(pool: Pool) -> None:
     prompt = Prompt(40, 2)
-    transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
-    pool.put(transfer, 0, [layer_of(prompt, 0, range(2))])
+    transfer = pool.engine.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
+    transfer.put(0, [layer_of(prompt, 0, range(2))])
     assert transfer.copied(LIMIT_S)
     assert not transfer.wait(0.0)
     assert transfer.codes == [bytes([Code.RESERVED]) * 2]
@@ -83,33 +83,33 @@ def test_nothing_is_found_before_the_last_layer(pool: Pool) -> None:
 
 def test_arrays_that_do_not_fit_are_refused(pool: Pool) -> None:
     prompt = Prompt(50, 2)
-    transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
+    transfer = pool.engine.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
     keys, values = layer_of(prompt, 0, range(2))
     with pytest.raises(LayoutRefused, match="values of shape"):
-        pool.put(transfer, 0, [(keys, values[:, :-1])])
+        transfer.put(0, [(keys, values[:, :-1])])
     with pytest.raises(LayoutRefused, match="float64"):
-        pool.put(transfer, 0, [(np.zeros(keys.shape), values)])
+        transfer.put(0, [(np.zeros(keys.shape), values)])
     with pytest.raises(LayoutRefused, match="parts"):
-        pool.put(transfer, 0, [])
+        transfer.put(0, [])
     with pytest.raises(LayoutRefused, match="still to come: 0, 1"):
-        pool.put(transfer, 2, [(keys, values)])
-    pool.put(transfer, 0, [(keys, values)])
+        transfer.put(2, [(keys, values)])
+    transfer.put(0, [(keys, values)])
     with pytest.raises(LayoutRefused, match="still to come: 1"):
-        pool.put(transfer, 0, [(keys, values)])
+        transfer.put(0, [(keys, values)])
     transfer.abort()
 
 
 def test_the_codes_after_the_death_of_the_daemon() -> None:
     prompt = Prompt(60, 2)
     with daemons() as cluster, cluster.connect(0, LAYOUT) as pool:
-        transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
-        pool.put(transfer, 0, [layer_of(prompt, 0, range(2))])
+        transfer = pool.engine.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
+        transfer.put(0, [layer_of(prompt, 0, range(2))])
         cluster.nodes[0].kill()
-        pool.put(transfer, 1, [layer_of(prompt, 1, range(2))])
+        transfer.put(1, [layer_of(prompt, 1, range(2))])
         assert transfer.wait(LIMIT_S)
         assert transfer.codes == [bytes([Code.EXPIRED]) * 2]
         with pytest.raises(Unreachable):
-            pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
+            pool.engine.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
 
 
 def test_slots_that_are_being_written_are_not_given_back(pool: Pool) -> None:

@@ -150,6 +150,10 @@ class FakePool:
     """The models whose segments the daemon publishes to routers."""
     contents_sent: list[bytes] = field(default_factory=list)
 
+    @property
+    def engine(self) -> FakePool:
+        return self
+
     def prefix(
         self,
         tokens: TokenIds = (),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.connector.fakes import FakePool, FakeRequest
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
@@ -40,7 +42,7 @@ class Bench:
             save=save,
         )
         self.side = SchedulerSide(
-            lambda: self.pool if self.there else None,
+            self._usable,
             settings,
             BLOCK,
             self.counters,
@@ -52,13 +54,17 @@ class Bench:
             refuse=self.refused.append,
         )
 
+    def _usable(self) -> Any:
+        return self.pool if self.there else None
+
     def know(self, tokens: list[int]) -> None:
         """Add the segments of `tokens` to the pool."""
         self.pool.known |= set(self.pool.prefix(tokens).keys)
 
-    def place(self, request: FakeRequest, local: int = 0) -> int:
-        """Give a request its blocks, numbered from 100. Returns the number of tokens to load."""
-        self.side.new_request(request)
+    def place(self, request: FakeRequest, local: int = 0, **said: Any) -> int:
+        """Give a request its blocks, numbered from 100. Returns the number of tokens to load. `said`: arguments of
+        `SchedulerSide.new_request`."""
+        self.side.new_request(request, **said)
         external = self.side.matched(request, local)
         assert external is not None
         self.side.allocated(request, blocks_of(request), external)

@@ -51,9 +51,7 @@ def test_the_adapter_has_the_name_that_requests_use() -> None:
     bench.pool.published = (MODEL,)
     adapter = RequestAdapter(1, "lora", "/path")
     adapter.digest = "digest"
-    bench.side.new_request(asked, None, adapter)
-    assert bench.side.matched(asked, 0) == 0
-    bench.side.allocated(asked, list(range(100, 110)), 0)
+    assert bench.place(asked, adapter=adapter) == 0
     (save,) = bench.step(asked, 0, asked.num_tokens).saves
     chain = bench.pool.prefix(asked.all_token_ids, adapter="digest")
     assert save.contents == contents_of(chain, asked.all_token_ids, range(1), MODEL, "lora")

@@ -47,14 +47,23 @@ def keys_of(bench: Bench, tokens: list[int]) -> list[SegmentKey]:
     return [*chain.keys, *tail]
 
 
+def prompt_of(bench: Bench, tokens: int = 27) -> tuple[list[int], list[SegmentKey]]:
+    """A prompt and its keys."""
+    prompt = request(tokens).all_token_ids
+    return prompt, keys_of(bench, prompt)
+
+
+def begin(bench: Bench, one: FakeRequest) -> None:
+    """A prompt that is to be computed for another engine gets its blocks."""
+    assert bench.place(one, split=PREFILLS) == 0
+
+
 def offered(
     bench: Bench, tokens: int, chunk: int = 1000, name: str = "p"
 ) -> tuple[FakeRequest, Offer | None, list[Any]]:
     """Compute a prompt for another engine. Returns the request, the offer and the saves."""
     one = request(tokens, name)
-    bench.side.new_request(one, split=PREFILLS)
-    assert bench.side.matched(one, 0) == 0
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     saves: list[SavePlan] = []
     for computed in range(0, tokens, chunk):
         saves += bench.step(one, computed, min(chunk, tokens - computed)).saves
@@ -156,9 +165,7 @@ def test_refused_segments_are_not_offered(refuse_from: int) -> None:
     bench = Bench(shared=True)
     bench.pool.refuse_from = refuse_from
     one = request(27)
-    bench.side.new_request(one, split=PREFILLS)
-    bench.side.matched(one, 0)
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     saves = bench.step(one, 0, 27).saves
     one.all_token_ids.append(7)
     bench.pool.refuse_from = 0
@@ -175,9 +182,7 @@ def test_refused_segments_are_not_offered(refuse_from: int) -> None:
 def test_no_wait_for_segments_refused_before_the_offer() -> None:
     """No engine waits for segments that were refused before the offer."""
     bench, one = Bench(), request(27)
-    bench.side.new_request(one, split=PREFILLS)
-    bench.side.matched(one, 0)
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     plan = bench.step(one, 0, 8)
     bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
     bench.step(one, 8, 8)
@@ -190,9 +195,7 @@ def test_a_refused_prompt_is_not_offered_again_in_each_step() -> None:
     """An engine for prefill may be asked for many tokens; each offer of several ranks waits for the daemon."""
     bench, one = Bench(shared=True), request(SEGMENT - 1)
     bench.pool.refuse_from = 0
-    bench.side.new_request(one, split=PREFILLS)
-    bench.side.matched(one, 0)
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     bench.step(one, 0, SEGMENT - 1)
     for _ in range(20):
         one.all_token_ids.append(7)
@@ -206,9 +209,7 @@ def test_nothing_is_offered_without_a_pool_or_stores() -> None:
     for bench, there in ((Bench(), False), (Bench(save=False), True)):
         bench.there = there
         one = request(27)
-        bench.side.new_request(one, split=PREFILLS)
-        bench.side.matched(one, 0)
-        bench.side.allocated(one, blocks_of(one), 0)
+        begin(bench, one)
         bench.step(one, 0, 27)
         one.all_token_ids.append(7)
         assert bench.side.finished(one, blocks_of(one), LENGTH) == (False, None)
@@ -217,9 +218,7 @@ def test_nothing_is_offered_without_a_pool_or_stores() -> None:
 
 def test_an_aborted_prefill_offers_nothing() -> None:
     bench, one = Bench(), request(27)
-    bench.side.new_request(one, split=PREFILLS)
-    bench.side.matched(one, 0)
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     bench.step(one, 0, 7)
     assert bench.side.finished(one, blocks_of(one), ABORT) == (False, None)
 
@@ -231,9 +230,7 @@ def test_blocks_are_kept_until_the_prompt_is_stored() -> None:
     assert bench.side.step([], lambda name: []).held == (("p", saves[-1].job),)
     # A prompt that is stored by then needs no blocks.
     one = request(27, "q", 1000)
-    bench.side.new_request(one, split=PREFILLS)
-    bench.side.matched(one, 0)
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     plan = bench.step(one, 0, 27)
     bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
     one.all_token_ids.append(7)
@@ -284,8 +281,7 @@ def test_a_load_is_not_weighed() -> None:
     bench = Bench()
     prefill(bench)
     load(bench, LoadTime(0.0, 8.0))
-    prompt = request(27).all_token_ids
-    keys = keys_of(bench, prompt)
+    prompt, keys = prompt_of(bench)
     bench.pool.known |= set(keys)
     assert bench.side.matched(decodes(bench, prompt, keys), 0) == 26
 
@@ -323,8 +319,7 @@ def test_a_wait_for_another_engine_goes_on() -> None:
 
 def test_without_the_tail_the_rest_is_computed() -> None:
     bench = Bench()
-    prompt = request(27).all_token_ids
-    keys = keys_of(bench, prompt)
+    prompt, keys = prompt_of(bench)
     bench.pool.known |= set(keys[:-1])
     one = decodes(bench, prompt, keys)
     assert bench.side.matched(one, 0) == 24
@@ -340,16 +335,14 @@ def test_without_the_tail_the_rest_is_computed() -> None:
 
 def test_a_lost_segment_hides_the_tail() -> None:
     bench = Bench()
-    prompt = request(27).all_token_ids
-    keys = keys_of(bench, prompt)
+    prompt, keys = prompt_of(bench)
     bench.pool.known |= {keys[0], keys[2], keys[3]}
     assert bench.side.matched(decodes(bench, prompt, keys), 0) == 8
 
 
 def test_a_failed_load_is_no_hand_over() -> None:
     bench = Bench()
-    prompt = request(27).all_token_ids
-    keys = keys_of(bench, prompt)
+    prompt, keys = prompt_of(bench)
     bench.pool.known |= set(keys)
     one = decodes(bench, prompt, keys)
     bench.side.matched(one, 0)
@@ -389,8 +382,7 @@ def test_another_prompt_never_uses_the_tail() -> None:
 
 def test_a_request_that_lost_its_blocks_is_served_as_any_other() -> None:
     bench = Bench()
-    prompt = request(27).all_token_ids
-    keys = keys_of(bench, prompt)
+    prompt, keys = prompt_of(bench)
     bench.pool.known |= set(keys)
     one = decodes(bench, prompt, keys)
     assert bench.side.matched(one, 0) == 26
@@ -405,9 +397,7 @@ def test_the_tails_of_a_flood_of_short_prompts_are_bounded() -> None:
     bench, tails = Bench(), 0
     for number in range(20 * MAX_TAILS):
         one = request(2, f"short {number}", 10 * number)
-        bench.side.new_request(one, split=PREFILLS)
-        bench.side.matched(one, 0)
-        bench.side.allocated(one, blocks_of(one), 0)
+        begin(bench, one)
         tails += sum(bool(save.tail) for save in bench.step(one, 0, 2).saves)
         one.all_token_ids.append(7)
         _, offer = bench.side.finished(one, blocks_of(one), LENGTH)
@@ -443,9 +433,7 @@ def test_a_reset_while_blocks_are_kept_for_a_hand_over() -> None:
 
 def test_new_weights_withdraw_an_offer() -> None:
     bench, one = Bench(), request(27)
-    bench.side.new_request(one, split=PREFILLS)
-    bench.side.matched(one, 0)
-    bench.side.allocated(one, blocks_of(one), 0)
+    begin(bench, one)
     bench.step(one, 0, 27)
     bench.side.new_weights("other")
     one.all_token_ids.append(7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.connector.fakes import FakeLease, FakePool, FakeRequest
@@ -314,7 +316,7 @@ def test_each_answer_for_a_long_prompt_has_a_deadline() -> None:
 def test_each_owner_comes_with_the_time_on_its_disk() -> None:
     pool = FakePool()
     keys = [SegmentKey(bytes([number]) * 32) for number in range(4)]
-    match = pool.begin_match(keys, MatchOptions(), deadline_s=1.0)
+    match: Any = pool.engine.begin_match(keys, MatchOptions(), deadline_s=1.0)
     nodes = [pool.node, pool.node, "far", "away"]
     match.lease = FakeLease((LeaseId(1),), 4, 1, nodes=nodes, disk_s=[0.0, 0.1, 0.2, 0.0])
     lookup = Lookup(match, keys, pool.node, 1.0, lambda: 0.0, NO_WAIT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from tests.connector.side import SEGMENT, Bench, blocks_of, request
+from tests.connector.side import SEGMENT, Bench, request
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.vllm.request import media_digests, unnamed_media
@@ -85,9 +85,7 @@ def test_digests_of_images_are_in_the_keys() -> None:
     bench = Bench()
     one, other = (media_digests([Feature(name, 4, 8)], SEGMENT) for name in (A, B))
     first = request(3 * SEGMENT)
-    bench.side.new_request(first, extras=one)
-    assert bench.side.matched(first, 0) == 0
-    bench.side.allocated(first, blocks_of(first), 0)
+    assert bench.place(first, extras=one) == 0
     (save,) = bench.step(first, 0, first.num_tokens).saves
     bench.pool.known |= {SegmentKey(key) for key in save.keys}
     for number, (extras, found) in enumerate(((one, 3 * SEGMENT - 4), (other, 0), (None, 0))):

@@ -26,16 +26,16 @@ def test_hints_of_a_request() -> None:
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ("over", "an object with the fields outlook, category, priority, ttl_s"),
-        ({"outlok": "over"}, "'outlok'; known: outlook"),
-        ({"outlook": "perhaps"}, "'perhaps'; expected one of unknown, goes_on, over"),
-        ({"outlook": 2}, "'outlook'"),
+        ("over", "Expected `object`, got `str`"),
+        ({"outlok": "over"}, "unknown field `outlok`"),
+        ({"outlook": "perhaps"}, "Invalid enum value 'perhaps' - at `\\$.outlook`"),
+        ({"outlook": 2}, "outlook"),
         ({"category": "x" * 33}, "'category' has 33 characters"),
         ({"priority": 5}, "'priority' is 5"),
-        ({"priority": True}, "'priority'"),
+        ({"priority": True}, "priority"),
         ({"ttl_s": float("nan")}, "'ttl_s' is nan"),
-        ({"ttl_s": "600"}, "'ttl_s'"),
-        ({"ttl_s": 10**400}, "'ttl_s'"),
+        ({"ttl_s": "600"}, "ttl_s"),
+        ({"ttl_s": 10**400}, "ttl_s"),
         ({"category": "\ud800"}, "'category'"),
     ],
 )
@@ -51,7 +51,7 @@ def test_parameters_of_a_wrong_type_are_named(params: Any) -> None:
 
 
 def test_the_error_shows_the_beginning_of_a_long_value() -> None:
-    with pytest.raises(ValueError, match="'outlook'") as caught:
+    with pytest.raises(ValueError, match="outlook") as caught:
         hints_of({"tokenlake": {"outlook": "x" * 100_000}})
     assert len(str(caught.value)) < 300
 

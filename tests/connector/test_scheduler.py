@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_a_prompt_is_hashed_once() -> None:
 def test_hooks_make_a_bounded_number_of_calls_per_segment() -> None:
     """A hook that did work per token would hold vLLM's scheduler up on a long prompt."""
     segments = 128
-    pool = FakePool(segment_tokens=256)
+    pool: Any = FakePool(segment_tokens=256)
     settings = EngineSettings(segment_tokens=256)
     side = SchedulerSide(lambda: pool, settings, 128, EngineCounters(), lambda what, error: None, segment_bytes=1)
     asked = FakeRequest("r", list(range(256 * segments)))

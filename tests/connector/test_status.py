@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,8 @@ from tokenlake_client.engines.vllm.status import PoolStatus
 NAME = "test of the status"
 
 
-@dataclass
-class Connection:
-    socket: str = "/run/lake.sock"
-    node: str = "a"
-    connected: bool = True
+def connection() -> Any:
+    return SimpleNamespace(socket="/run/lake.sock", node="a", connected=True)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -35,12 +33,12 @@ def test_the_first_connection_is_logged_once(status: PoolStatus, caplog: pytest.
     status.update(None, silent=False)
     assert lines(caplog) == []
     for _ in range(3):
-        status.update(Connection(), silent=False)
+        status.update(connection(), silent=False)
     assert lines(caplog) == [("INFO", "TokenLake: connected to the pool: node a at /run/lake.sock")]
 
 
 def test_a_lost_daemon_and_its_return_are_logged(status: PoolStatus, caplog: pytest.LogCaptureFixture) -> None:
-    pool = Connection()
+    pool = connection()
     status.update(pool, silent=False)
     lines(caplog)
     for _ in range(2):
@@ -56,10 +54,10 @@ def test_a_lost_daemon_and_its_return_are_logged(status: PoolStatus, caplog: pyt
 
 
 def test_a_silent_daemon_is_logged(status: PoolStatus, caplog: pytest.LogCaptureFixture) -> None:
-    status.update(Connection(), silent=False)
+    status.update(connection(), silent=False)
     lines(caplog)
-    status.update(Connection(), silent=True)
-    status.update(Connection(), silent=True)
+    status.update(connection(), silent=True)
+    status.update(connection(), silent=True)
     ((level, line),) = lines(caplog)
     assert level == "WARNING"
     assert "does not answer" in line

@@ -1,10 +1,10 @@
-"""A pool of independent keys in this process, for the manager and the workers behind vLLM's OffloadingConnector."""
+"""A pool of independent keys in this process, for the manager behind vLLM's OffloadingConnector."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class Clock:
 
 
 class ChunkPools:
-    """The daemon, and the connections of the manager and of all ranks, in one object."""
+    """The daemon, and the connection of the manager, in one object."""
 
     def __init__(self, layout: OpaqueLayout = LAYOUT) -> None:
         self.layout = layout
@@ -69,8 +69,9 @@ class ChunkPools:
         self.asked: list[int] = []
         """The number of keys of each match."""
         self.leases: dict[int, _Lease] = {}
-        self.writes: dict[int, _Write] = {}
+        self.writes = 0
         self.closed = 0
+        self.engine = self
 
     def opaque_keys(
         self,
@@ -91,36 +92,8 @@ class ChunkPools:
         return _Pending(self, keys)
 
     def reserve(self, keys: Sequence[SegmentKey], first: int = 0, **_: Any) -> _Reservation:
-        number = len(self.writes) + 1
-        self.writes[number] = _Write(self, keys)
-        return _Reservation(number, self.incarnation, self.writes[number].codes)
-
-    def attach(self, *parts: LeaseId, request: str = "", deadline_s: float | None = None) -> _Lease:
-        if not self.connected:
-            raise Unreachable("no daemon")
-        return self.leases[int(parts[0])]
-
-    def attach_write(self, write: WriteId) -> _Write:
-        return self.writes[int(write)]
-
-    def store_all(
-        self,
-        keys: Sequence[SegmentKey],
-        fill: Callable[[int, Segment], None],
-        first: int = 0,
-        patience: float = 0.0,
-        **_: Any,
-    ) -> bytes:
-        codes = bytearray()
-        for index, key in enumerate(keys):
-            if bytes(key) in self.segments:
-                codes.append(Code.EXISTS)
-                continue
-            slot = np.zeros(self.layout.segment_bytes, np.uint8)
-            fill(index, slot)
-            self.segments[bytes(key)] = slot
-            codes.append(Code.COMMITTED)
-        return bytes(codes)
+        self.writes += 1
+        return _Reservation(self.writes, self.incarnation, bytes([Code.RESERVED]) * len(keys))
 
     def close(self) -> None:
         self.closed += 1
@@ -163,10 +136,10 @@ class _Lease:
         self.took: tuple[int, int] | None = None
         pools.leases[int(self.ids[0])] = self
 
-    def takes(self, start: int, stop: int) -> None:
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
         self.took = start, stop
 
-    def fetch(self, start: int, stop: int) -> list[Segment]:
+    def fetch(self, start: int, stop: int, at_most_s: float = 0.0) -> list[Segment]:
         self._pools.fetching.release()
         assert self._pools.fetches.wait(TIMEOUT_S)
         if not self._pools.connected:
@@ -180,6 +153,9 @@ class _Lease:
             arrays.append(self._pools.segments[key])
         return arrays
 
+    def code(self, index: int) -> Code:
+        return Code.LOST
+
     def release(self, start: int = 0, stop: int | None = None) -> None:
         for index in range(start, self.hits if stop is None else stop):
             self.held[index] = False
@@ -192,25 +168,3 @@ class _Reservation:
 
     def release(self) -> None:
         self.released = True
-
-
-class _Write:
-    def __init__(self, pools: ChunkPools, keys: Sequence[SegmentKey]) -> None:
-        self._pools, self._keys = pools, [bytes(key) for key in keys]
-        self.incarnation = pools.incarnation
-        self.slots = [(index, np.zeros(pools.layout.segment_bytes, np.uint8)) for index in range(len(keys))]
-        self.codes = bytes([Code.RESERVED]) * len(keys)
-        self.committed = 0
-        self.aborted = False
-
-    def commit(self, shards: int | None = None) -> bytes:
-        self.committed |= shards or 0
-        if self.committed == (1 << self._pools.layout.shards) - 1:
-            self._pools.segments.update((self._keys[index], slot) for index, slot in self.slots)
-        return bytes([Code.COMMITTED]) * len(self._keys)
-
-    def leave(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.aborted = True

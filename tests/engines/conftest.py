@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.engines.faulty_pool import opened
 from tests.query.scene import serving
 from tokenlake_testing.cluster import Cluster
 
@@ -35,3 +36,12 @@ def cluster() -> Iterator[Cluster]:
     """Three nodes with query engines, each of which takes seconds to import torch."""
     with serving(3, "64MiB") as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _no_open_pool() -> Iterator[None]:
+    yield
+    while opened:
+        pool = opened.pop()
+        pool.broken.clear()
+        pool.close()

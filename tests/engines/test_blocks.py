@@ -12,10 +12,10 @@ import torch
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.slots import slot_tensors
-from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.device_copy import DeviceCopy
-from tokenlake_client.engines.vllm.host_copy import HostCopy
+from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, BlockCache, block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.copies import DeviceCopy, HostCopy
 from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
+from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_testing.cpu_device import CpuDevice
 
 LAYERS, HEADS, DIM, SEGMENT, BLOCK, BLOCKS = 3, 4, 8, 16, 8, 6
@@ -78,18 +78,18 @@ def test_a_segment_goes_out_in_canonical_order_and_comes_back(
         kernel_write(backend, tensors[layer], blocks[number] * parts + part, piece[0], piece[1])
     stacks = stack_layers(tensors, BLOCKS, block_views(backend))
     assert len(stacks) == (1 if together else LAYERS)
-    copy = HostCopy(LAYOUT, shards, stacks)
+    copy = HostCopy(BlockCache(LAYOUT, shards, stacks))
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
-    copy.to_slot(slot, blocks)
+    copy.to_slot(slot, Part(0, 0, 0, tuple(blocks)))
     for layer, sides in enumerate(slot_tensors(slot, LAYOUT)):
         for side, written in enumerate(sides):
             mine = written[shards.first : shards.stop].flatten(0, 1)
             assert torch.equal(mine, tokens[side, layer])
             assert torch.count_nonzero(written) == torch.count_nonzero(mine), "shards of other ranks were written"
     other = caches(heads, order, parts, together=together)
-    back = HostCopy(LAYOUT, shards, stack_layers(other, BLOCKS, block_views(backend)))
-    back.from_slot(slot, blocks[1:], BLOCK)
-    back.from_slot(slot, blocks[:1], 0)
+    back = HostCopy(BlockCache(LAYOUT, shards, stack_layers(other, BLOCKS, block_views(backend))))
+    back.from_slot(slot, Part(0, 0, 1, tuple(blocks[1:])))
+    back.from_slot(slot, Part(0, 0, 0, tuple(blocks[:1])))
     assert all(torch.equal(theirs, ours) for theirs, ours in zip(other, tensors, strict=True))
 
 
@@ -103,22 +103,37 @@ def test_a_segment_goes_through_a_device_and_back(size: int) -> None:
         tensor.copy_(torch.randn(tensor.shape))
     for blocks in ([3, 0], [3]):
         slot, there = (np.full(LAYOUT.segment_bytes, 0xFF, np.uint8) for _ in range(2))
-        HostCopy(LAYOUT, shards, stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))).to_slot(slot, blocks)
-        device_copy(device, tensors, shards).to_slot(there, blocks)
+        host_copy(tensors, shards).to_slot(slot, Part(0, 0, 0, tuple(blocks)))
+        device_copy(device, tensors, shards).to_slot(there, Part(0, 0, 0, tuple(blocks)))
         assert np.array_equal(slot, there)
     copy = device_copy(device, loaded, shards)
-    device_copy(device, tensors, shards).to_slot(slot, [3, 0])
-    copy.from_slot(slot, [0], BLOCK)
-    copy.from_slot(slot, [3], 0)
+    device_copy(device, tensors, shards).to_slot(
+        slot,
+        Part(
+            0,
+            0,
+            0,
+            (
+                3,
+                0,
+            ),
+        ),
+    )
+    copy.from_slot(slot, Part(0, 0, 1, (0,)))
+    copy.from_slot(slot, Part(0, 0, 0, (3,)))
     copy.finish()
     for mine, theirs in zip(loaded, tensors, strict=True):
         assert torch.equal(mine[[0, 3]], theirs[[0, 3]])
         assert not mine[[1, 2]].any()
 
 
+def host_copy(tensors: list[torch.Tensor], shards: RankShards) -> HostCopy:
+    return HostCopy(BlockCache(LAYOUT, shards, stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))))
+
+
 def device_copy(device: CpuDevice, tensors: list[torch.Tensor], shards: RankShards) -> DeviceCopy:
     there = [device.tensor(tensor) for tensor in tensors]
-    return DeviceCopy(LAYOUT, shards, stack_layers(there, BLOCKS, block_views("FLASH_ATTN")), device)
+    return DeviceCopy(BlockCache(LAYOUT, shards, stack_layers(there, BLOCKS, block_views("FLASH_ATTN"))), device)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -130,7 +145,7 @@ def test_a_slot_has_zeros_behind_the_tail_of_a_prompt(parts: int, size: int) -> 
     for tensor in tensors:
         tensor.fill_(1.0)
     slot = np.full(LAYOUT.segment_bytes, 0xFF, np.uint8)
-    HostCopy(LAYOUT, shards, stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))).to_slot(slot, [3])
+    host_copy(tensors, shards).to_slot(slot, Part(0, 0, 0, (3,)))
     for sides in slot_tensors(slot, LAYOUT):
         for side in sides:
             mine = side[shards.first : shards.stop]

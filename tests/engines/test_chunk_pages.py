@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart
-from tokenlake_client.engines.vllm.offloading.pages import DevicePages, HostPages, PageTable, chunk_bytes
+from tokenlake_client.engines.vllm.copies import Copy, DeviceCopy, HostCopy
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_testing.cpu_device import CpuDevice
 
 BLOCKS = 6
@@ -18,15 +19,19 @@ Groups = list[list[PageTable]]
 
 
 DEVICE = CpuDevice()
-Kind = Callable[[Groups, int], HostPages | DevicePages]
+Kind = Callable[[Groups, int], Copy]
 
 
-def on_device(groups: Groups, blocks: int) -> DevicePages:
+def on_host(groups: Groups, blocks: int) -> HostCopy:
+    return HostCopy(PageCache(groups, blocks))
+
+
+def on_device(groups: Groups, blocks: int) -> DeviceCopy:
     there = [[PageTable(DEVICE.tensor(table.pages), table.nbytes) for table in group] for group in groups]
-    return DevicePages(there, blocks, DEVICE)
+    return DeviceCopy(PageCache(there, blocks), DEVICE)
 
 
-@pytest.fixture(params=[HostPages, on_device])
+@pytest.fixture(params=[on_host, on_device])
 def kind(request: pytest.FixtureRequest) -> Kind:
     chosen: Kind = request.param
     return chosen
@@ -39,7 +44,7 @@ def tables(seed: int) -> Groups:
     return [[PageTable(each, 40) for each in pages], [PageTable(each, 24) for each in pages[:2]]]
 
 
-def expected(groups: Groups, part: ChunkPart) -> bytes:
+def expected(groups: Groups, part: Part) -> bytes:
     return b"".join(
         bytes(table.pages[block, : table.nbytes].numpy().view(np.uint8))
         for table in groups[part.group]
@@ -49,8 +54,8 @@ def expected(groups: Groups, part: ChunkPart) -> bytes:
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_chunk_lies_table_by_table(kind: Kind, group: int) -> None:
-    groups, part = tables(1), ChunkPart(0, group, 0, (4, 1, 5))
-    shard = np.zeros(chunk_bytes(groups, CHUNK), np.uint8)
+    groups, part = tables(1), Part(0, group, 0, (4, 1, 5))
+    shard = np.zeros(PageCache(groups, CHUNK).shard_bytes, np.uint8)
     nbytes = kind(groups, CHUNK).to_slot(shard, part)
     assert bytes(shard[:nbytes]) == expected(groups, part)
     assert not shard[nbytes:].any()
@@ -60,11 +65,13 @@ def test_a_chunk_lies_table_by_table(kind: Kind, group: int) -> None:
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_part_of_a_chunk_fills_its_blocks_alone(kind: Kind, group: int, skip: int) -> None:
     source, target, untouched = tables(1), tables(2), tables(2)
-    shard = np.zeros(chunk_bytes(source, CHUNK), np.uint8)
-    kind(source, CHUNK).to_slot(shard, ChunkPart(0, group, 0, (4, 1, 5)))
+    shard = np.zeros(PageCache(source, CHUNK).shard_bytes, np.uint8)
+    kind(source, CHUNK).to_slot(shard, Part(0, group, 0, (4, 1, 5)))
     shard.flags.writeable = False
-    part = ChunkPart(0, group, skip, (2, 0, 3)[skip:])
-    nbytes = kind(target, CHUNK).from_slot(shard, part)
+    part = Part(0, group, skip, (2, 0, 3)[skip:])
+    copy = kind(target, CHUNK)
+    nbytes = copy.from_slot(shard, part)
+    copy.finish()
     moved = expected(target, part)
     assert moved == expected(source, part._replace(blocks=(4, 1, 5)[skip:]))
     assert nbytes == len(moved)

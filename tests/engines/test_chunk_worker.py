@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,27 +13,32 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.chunk_pool import ChunkPools, layout_of
-from tokenlake.identity import SegmentKey
+from tests.engines.chunk_pool import layout_of
+from tokenlake.identity import SegmentKey, SessionId
+from tokenlake.opaque_layout import OpaqueLayout
+from tokenlake_client.engines.vllm.copies import HostCopy
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.chunks import (
-    ChunkPart,
     blocks_per_chunk,
     chunk_parts,
     parse_key,
     whole_chunks,
 )
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
-from tokenlake_client.engines.vllm.offloading.pages import HostPages, PageTable, chunk_bytes
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.lease import Lease
 from tokenlake_client.match import MatchOptions
+from tokenlake_client.testing import MemoryPool
 
 TIMEOUT_S = 10.0
 BLOCKS, SIZE = 16, 2
 GROUPS = (3, 5)
 """The numbers of two cache groups, in vLLM's order."""
+KEYS = [SegmentKey(bytes([number]) * 32) for number in range(3)]
 MATCH = MatchOptions(independent=True)
 
 
@@ -47,8 +53,8 @@ def test_chunks_have_about_as_many_tokens_as_a_segment() -> None:
 def test_blocks_of_a_job_by_chunk() -> None:
     # Group 3: two chunks, the first from its second block on, the last ends after its first. Group 5: one whole chunk.
     parts = chunk_parts([3, 3, 5], GROUPS, [7, 8, 4, 6], [2, 2], [5, 0], SIZE)
-    assert parts == [ChunkPart(0, 0, 1, (7,)), ChunkPart(1, 0, 0, (8,)), ChunkPart(2, 1, 0, (4, 6))]
-    assert whole_chunks(parts, SIZE) == [ChunkPart(2, 1, 0, (4, 6))]
+    assert parts == [Part(0, 0, 1, (7,)), Part(1, 0, 0, (8,)), Part(2, 1, 0, (4, 6))]
+    assert whole_chunks(parts, SIZE) == [Part(2, 1, 0, (4, 6))]
     assert whole_chunks(chunk_parts([3], GROUPS, [0, 9], [2, 0], [0, 0], SIZE), SIZE) == []
 
 
@@ -62,12 +68,28 @@ def test_keys_and_blocks_that_do_not_fit_are_refused(keys: list[int], sizes: lis
         chunk_parts(keys, GROUPS, [1, 2, 3, 4], sizes, indices, SIZE)
 
 
+class Scene:
+    """A daemon, the manager's connection to it, and what the manager has leased."""
+
+    def __init__(self, shards: int = 1) -> None:
+        self.layout = layout_of(shards, 48)
+        self.pool = MemoryPool(self.layout)
+        self.leases: list[Lease] = []
+        self.member = Member(int(self.pool.engine.session), self.pool.engine.incarnation, self.layout.encode(), 48)
+
+    def join(self, session: int, layout: bytes) -> MemoryPool:
+        return MemoryPool(OpaqueLayout.decode(layout), self.pool.daemon, session=SessionId(session))
+
+    def stored(self) -> dict[int, NDArray[np.uint8]]:
+        """The contents of the stored segments, by the index of the key."""
+        with self.pool.match(KEYS, MATCH) as lease:
+            return dict(zip(map(KEYS.index, lease.keys), [array.copy() for array in lease.fetch()], strict=True))
+
+
 class Rank:
     """A rank with a cache of two groups: the first has two tables, whose pages are padded, the second has one."""
 
-    def __init__(
-        self, pools: ChunkPools, shard: int = 0, *, served: bool = True, seed: int = 0, **settings: Any
-    ) -> None:
+    def __init__(self, pools: Scene, shard: int = 0, *, served: bool = True, seed: int = 0, **settings: Any) -> None:
         source = torch.Generator().manual_seed(seed)
 
         def table(width: int, used: int) -> PageTable:
@@ -77,7 +99,7 @@ class Rank:
         self.groups = [[table(12, 10), table(8, 8)], [table(24, 20)]]
         self.counters = EngineCounters()
         self.reports: list[str] = []
-        pages = HostPages(self.groups, SIZE)
+        pages = HostCopy(PageCache(self.groups, SIZE))
         self.gate = threading.Event()
         self.gate.set()
         self.pages = _Gated(pages, self.gate)
@@ -85,7 +107,7 @@ class Rank:
             self.pages if served else None,
             RankPlace(shard, GROUPS, (16, 16), SIZE),
             EngineSettings(**settings),
-            lambda session, layout: pools,
+            pools.join,
             self.counters,
             lambda operation, error: self.reports.append(f"{operation}: {error}"),
         )
@@ -111,49 +133,47 @@ class Rank:
 class _Gated:
     """Copies that wait for an event."""
 
-    def __init__(self, pages: HostPages, gate: threading.Event) -> None:
+    def __init__(self, pages: HostCopy, gate: threading.Event) -> None:
         self._pages, self._gate = pages, gate
         self.ready = pages.computed()
         self.copying = threading.Event()
 
-    def to_slot(self, shard: Any, part: ChunkPart) -> int:
+    def to_slot(self, shard: Any, part: Part) -> int:
         self.copying.set()
         assert self._gate.wait(TIMEOUT_S)
         return self._pages.to_slot(shard, part)
 
-    def from_slot(self, shard: Any, part: ChunkPart) -> int:
+    def from_slot(self, shard: Any, part: Part) -> int:
         assert self._gate.wait(TIMEOUT_S)
         return self._pages.from_slot(shard, part)
+
+    def finish(self) -> None:
+        self._pages.finish()
 
     def computed(self) -> Callable[[], None]:
         return self.ready
 
 
-KEYS = [bytes([number]) * 32 for number in range(3)]
 STORED = BlockRange([1, 2, 3, 4, 9, 8], [4, 2], [0, 0])
 """Two chunks of group 3, and one of group 5."""
 
 
-def member(pools: ChunkPools) -> Member:
-    return Member(pools.session, pools.incarnation, pools.layout.encode(), pools.layout.shard_bytes)
-
-
-def store(pools: ChunkPools, write: int = 0) -> StoreJob:
-    return StoreJob(member(pools), "r", tuple(KEYS), (3, 3, 5), write)
-
-
-def load(pools: ChunkPools, segments: tuple[int, ...] = (0, 1, 2)) -> LoadJob:
-    lease = pools.begin_match([SegmentKey(key) for key in KEYS], MATCH).poll()
-    assert lease is not None
-    return LoadJob(member(pools), "r", tuple(map(int, lease.ids)), segments, (3, 3, 5))
-
-
 @pytest.fixture
-def pools() -> ChunkPools:
-    return ChunkPools(layout_of(1, 48))
+def pools() -> Scene:
+    return Scene()
 
 
-def test_what_was_stored_is_loaded_into_other_blocks(pools: ChunkPools) -> None:
+def store(pools: Scene, write: int = 0) -> StoreJob:
+    return StoreJob(pools.member, "r", tuple(map(bytes, KEYS)), (3, 3, 5), write)
+
+
+def load(pools: Scene, segments: tuple[int, ...] = (0, 1, 2)) -> LoadJob:
+    lease = pools.pool.match(KEYS, MATCH)
+    pools.leases.append(lease)
+    return LoadJob(pools.member, "r", tuple(map(int, lease.ids)), segments, (3, 3, 5))
+
+
+def test_what_was_stored_is_loaded_into_other_blocks(pools: Scene) -> None:
     rank = Rank(pools)
     expected = rank.contents(0, [1, 2, 3, 4]) + rank.contents(1, [9, 8])
     rank.worker.submit_store(1, STORED, store(pools))
@@ -168,36 +188,36 @@ def test_what_was_stored_is_loaded_into_other_blocks(pools: ChunkPools) -> None:
     assert (counts.tokens_stored, counts.tokens_loaded, counts.failures) == (96, 96, 0)
 
 
-def test_a_part_of_a_chunk_is_loaded(pools: ChunkPools) -> None:
+def test_a_part_of_a_chunk_is_loaded(pools: Scene) -> None:
     rank = Rank(pools)
     expected = rank.contents(0, [2, 3])
     rank.worker.submit_store(1, STORED, store(pools))
     rank.finished(1)
     rank.clear()
-    job = LoadJob(member(pools), "r", load(pools).leases, (0, 1), (3, 3))
+    job = LoadJob(pools.member, "r", load(pools).leases, (0, 1), (3, 3))
     rank.worker.submit_load(2, job, BlockRange([12, 13], [2, 0], [1, 0]))
     assert rank.finished(2) == set()
     assert all(np.array_equal(*pair) for pair in zip(expected, rank.contents(0, [12, 13]), strict=True))
 
 
-def test_a_chunk_whose_first_block_was_given_up_is_not_stored(pools: ChunkPools) -> None:
+def test_a_chunk_whose_first_block_was_given_up_is_not_stored(pools: Scene) -> None:
     rank = Rank(pools)
     rank.worker.submit_store(1, BlockRange([2, 3, 4, 9, 8], [3, 2], [1, 0]), store(pools))
     rank.finished(1)
-    assert set(pools.segments) == {KEYS[1], KEYS[2]}
+    assert set(pools.stored()) == {1, 2}
 
 
 def test_two_ranks_fill_their_shards() -> None:
-    pools = ChunkPools(layout_of(2, 48))
+    pools = Scene(2)
     ranks = [Rank(pools, shard, seed=shard) for shard in (0, 1)]
     expected = [rank.contents(0, [1, 2, 3, 4]) for rank in ranks]
-    reserved = pools.reserve([SegmentKey(key) for key in KEYS])
+    reserved = pools.pool.engine.reserve(KEYS)
     for rank in ranks:
-        assert not pools.segments
+        assert not pools.stored()
         rank.worker.submit_store(1, STORED, store(pools, int(reserved.id)))
         rank.finished(1)
         rank.clear()
-    assert set(pools.segments) == set(KEYS)
+    assert set(pools.stored()) == {0, 1, 2}
     for rank, contents in zip(ranks, expected, strict=True):
         rank.worker.submit_load(2, load(pools), STORED)
         assert rank.finished(2) == set()
@@ -205,17 +225,17 @@ def test_two_ranks_fill_their_shards() -> None:
 
 
 @pytest.mark.parametrize("fault", ["no daemon", "another daemon", "lost", "not leased", "no session", "unserved"])
-def test_a_load_that_fails_is_named(pools: ChunkPools, fault: str) -> None:
+def test_a_load_that_fails_is_named(pools: Scene, fault: str) -> None:
     rank = Rank(pools)
     rank.worker.submit_store(1, STORED, store(pools))
     rank.finished(1)
     job = load(pools, (0, -1, 2) if fault == "not leased" else (0, 1, 2))
     if fault == "no daemon":
-        pools.connected = False
+        pools.pool.daemon.stop()
     elif fault == "another daemon":
-        pools.leases[1].incarnation = 2
+        job = replace(job, member=replace(job.member, incarnation=2))
     elif fault == "lost":
-        pools.lost.add(KEYS[1])
+        pools.leases[0].release()
     elif fault == "no session":
         job = LoadJob(NOWHERE, "r", (), (-1, -1, -1), job.groups)
     elif fault == "unserved":
@@ -226,15 +246,15 @@ def test_a_load_that_fails_is_named(pools: ChunkPools, fault: str) -> None:
     assert rank.counters.read().loads_failed == 1
 
 
-def test_a_rank_that_cannot_serve_ends_its_jobs(pools: ChunkPools) -> None:
+def test_a_rank_that_cannot_serve_ends_its_jobs(pools: Scene) -> None:
     rank = Rank(pools, served=False)
     rank.worker.submit_store(1, STORED, store(pools))
     assert rank.finished(1) == set()
-    assert not pools.segments
+    assert not pools.stored()
     assert rank.counters.read().tokens_not_stored == 96
 
 
-def test_blocks_that_vllm_takes_back_are_not_read(pools: ChunkPools) -> None:
+def test_blocks_that_vllm_takes_back_are_not_read(pools: Scene) -> None:
     rank = Rank(pools)
     rank.gate.clear()
     for number in (1, 2):
@@ -248,10 +268,10 @@ def test_blocks_that_vllm_takes_back_are_not_read(pools: ChunkPools) -> None:
     rank.clear()
     rank.finished(1, 2, 3)
     # At most one copy was under way when the blocks were taken back.
-    assert sum(segment.any() for segment in pools.segments.values()) <= 1
+    assert sum(segment.any() for segment in pools.stored().values()) <= 1
 
 
-def test_blocks_that_vllm_took_back_are_not_read(pools: ChunkPools) -> None:
+def test_blocks_that_vllm_took_back_are_not_read(pools: Scene) -> None:
     """Before, a job that was between two copies did not notice it if vLLM took back the blocks of another job next."""
     rank = Rank(pools)
     begun, goes_on = threading.Event(), threading.Event()
@@ -268,13 +288,13 @@ def test_blocks_that_vllm_took_back_are_not_read(pools: ChunkPools) -> None:
     rank.clear()
     goes_on.set()
     rank.finished(1)
-    assert not pools.segments or not any(segment.any() for segment in pools.segments.values())
+    assert not any(segment.any() for segment in pools.stored().values())
     assert rank.counters.read().tokens_stored == 0
 
 
 @pytest.mark.parametrize(("call_ms", "wait_s"), [(250.0, 5.0), (20_000.0, 20.0)])
 def test_jobs_join_within_the_deadline_of_connections(
-    pools: ChunkPools, monkeypatch: pytest.MonkeyPatch, call_ms: float, wait_s: float
+    pools: Scene, monkeypatch: pytest.MonkeyPatch, call_ms: float, wait_s: float
 ) -> None:
     waits: list[float] = []
 
@@ -289,7 +309,7 @@ def test_jobs_join_within_the_deadline_of_connections(
     assert any("the rank has no connection to the daemon" in report for report in rank.reports)
 
 
-def test_jobs_beyond_the_queue_are_given_up(pools: ChunkPools) -> None:
+def test_jobs_beyond_the_queue_are_given_up(pools: Scene) -> None:
     rank = Rank(pools, write_queue=1)
     rank.gate.clear()
     for number in range(4):
@@ -300,7 +320,7 @@ def test_jobs_beyond_the_queue_are_given_up(pools: ChunkPools) -> None:
     assert rank.counters.read().tokens_not_stored >= 96
 
 
-def test_a_job_that_does_not_fit_is_reported_and_ends(pools: ChunkPools) -> None:
+def test_a_job_that_does_not_fit_is_reported_and_ends(pools: Scene) -> None:
     rank = Rank(pools)
     rank.worker.submit_store(1, BlockRange([1], [1, 0], [0, 0]), store(pools))
     rank.worker.submit_load(2, load(pools), BlockRange([1], [1, 0], [0, 0]))
@@ -309,6 +329,6 @@ def test_a_job_that_does_not_fit_is_reported_and_ends(pools: ChunkPools) -> None
 
 
 def test_the_largest_chunk_sets_the_size() -> None:
-    rank = Rank(ChunkPools())
-    assert chunk_bytes(rank.groups, SIZE) == SIZE * 20
+    rank = Rank(Scene())
+    assert PageCache(rank.groups, SIZE).shard_bytes == SIZE * 20
     rank.worker.close(1.0)

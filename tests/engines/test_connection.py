@@ -7,19 +7,19 @@ import time
 
 import pytest
 
-from tests.engines.memory_pool import MemoryPool, as_pool
+from tests.engines.faulty_pool import FaultyPool
 from tests.engines.test_layouts import layout
 from tokenlake.errors import CredentialRefused, Unreachable
 from tokenlake_client.engines.common import connection as module
 from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.pool import CachePool
+from tokenlake_client.pool import Pool
 
 
 class Daemon:
     """Answers attempts to connect: `error` refuses them, a closed `gate` delays them."""
 
     def __init__(self) -> None:
-        self.pool = MemoryPool(layout())
+        self.pool = FaultyPool(layout())
         self.error: Exception | None = Unreachable("no daemon")
         self.gate = threading.Event()
         self.gate.set()
@@ -27,12 +27,12 @@ class Daemon:
         self.reports: list[str] = []
         self.now = 100.0
 
-    def connect(self) -> CachePool:
+    def connect(self) -> Pool:
         self.attempts += 1
         self.gate.wait(60)
         if self.error is not None:
             raise self.error
-        return as_pool(self.pool)
+        return self.pool
 
     def report(self, what: str, error: BaseException) -> None:
         self.reports.append(f"{what}: {error}")
@@ -49,8 +49,8 @@ def test_one_attempt_at_the_start_and_one_per_second() -> None:
     assert daemon.attempts == 1
     daemon.now += module.RETRY_S
     daemon.error = None
-    assert connection.get() is as_pool(daemon.pool)
-    assert connection.get() is as_pool(daemon.pool)
+    assert connection.get() is daemon.pool
+    assert connection.get() is daemon.pool
     assert daemon.attempts == 2
 
 
@@ -68,7 +68,7 @@ def test_a_request_does_not_wait_for_a_hanging_attempt() -> None:
     until = time.monotonic() + 10
     while connection.get() is None:
         assert time.monotonic() < until
-    assert connection.get() is as_pool(daemon.pool)
+    assert connection.get() is daemon.pool
 
 
 def test_a_refused_connection_is_retried_later() -> None:

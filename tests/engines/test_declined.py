@@ -14,7 +14,7 @@ from tests.robustness.live import daemons, wait_until
 from tests.server.control.scene import local
 from tokenlake.wire import engine
 from tokenlake_client.engines.common import connection as module
-from tokenlake_client.engines.common.declined import declined
+from tokenlake_client.engines.common.connection import declined
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_server.bulk.blocking_sockets import read_frame
 

@@ -18,14 +18,13 @@ from tests.engines.test_blocks import BLOCK, BLOCKS, DIM, HEADS, LAYERS, LAYOUT,
 from tokenlake.wire import Code
 from tokenlake_client.engines.devices.base import Device, DeviceFailed
 from tokenlake_client.engines.devices.cuda import CudaDevice
-from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
+from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.copies import DeviceCopy
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.device_copy import DeviceCopy
-from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart
-from tokenlake_client.engines.vllm.offloading.pages import DevicePages, PageTable
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, Part, SavePlan, StepPlan
 from tokenlake_client.engines.vllm.worker import WorkerSide
 from tokenlake_testing.cpu_device import CpuDevice
 from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
@@ -143,7 +142,7 @@ def blocks_on(device: CpuDevice, value: float = 0.0) -> tuple[DeviceCopy, list[A
         tensor.fill_(value)
     there = [device.tensor(tensor) for tensor in tensors]
     stacks = stack_layers(there, BLOCKS, block_views("FLASH_ATTN"))
-    return DeviceCopy(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks, device), tensors
+    return DeviceCopy(BlockCache(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks), device), tensors
 
 
 def slot_of(value: float) -> NDArray[np.uint8]:
@@ -166,7 +165,8 @@ def worker(copy: DeviceCopy, slots: list[NDArray[np.uint8]], stored: list[NDArra
         stored.append(slot)
         return bytes([Code.COMMITTED] * len(keys))
 
-    pool = SimpleNamespace(attach=lambda *_, **__: lease, store_all=store_all)
+    attaching = SimpleNamespace(attach=lambda *_, **__: lease)
+    pool = SimpleNamespace(engine=attaching, store_all=store_all)
     members: Any = SimpleNamespace(get=lambda *_, **__: pool, close=lambda: None)
     settings, shards = EngineSettings(segment_tokens=SEGMENT), RankShards(0, 1, 1, True)
     return WorkerSide(members, copy, shards, settings, BLOCK, EngineCounters(), lambda what, error: None, print)
@@ -257,11 +257,16 @@ def test_a_queued_copy_that_fails() -> None:
     """The caller gives the slot and the blocks away then."""
     device = CpuDevice()
     pages = [[PageTable(device.tensor(torch.zeros(4, 16, dtype=torch.int8)), 16)]]
-    copy = DevicePages(pages, 2, device)
+    copy = DeviceCopy(PageCache(pages, 2), device)
     slot = random_bytes(32, 0)
     device.held.clear()
     device.fail("queue run")
-    loading, errors = in_thread(lambda: copy.from_slot(slot, ChunkPart(0, 0, 0, (3, 1))))
+
+    def load() -> None:
+        copy.from_slot(slot, Part(0, 0, 0, (3, 1)))
+        copy.finish()
+
+    loading, errors = in_thread(load)
     loading.join(0.2)
     assert loading.is_alive()
     device.held.set()
@@ -274,7 +279,20 @@ def test_a_save_returns_when_its_copy_is_complete() -> None:
     copy, _ = blocks_on(device, 5.0)
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
     device.held.clear()
-    saving, errors = in_thread(lambda: copy.to_slot(slot, [4, 1]))
+    saving, errors = in_thread(
+        lambda: copy.to_slot(
+            slot,
+            Part(
+                0,
+                0,
+                0,
+                (
+                    4,
+                    1,
+                ),
+            ),
+        )
+    )
     saving.join(0.1)
     assert saving.is_alive()
     assert not slot.any()

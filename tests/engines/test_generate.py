@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.memory_pool import MemoryPool, as_pool
+from tests.engines.faulty_pool import FaultyPool
 from tests.engines.models import FAMILIES, VOCABULARY, build, family, padded, prompt
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
@@ -26,13 +26,13 @@ def model() -> Any:
 
 
 @pytest.fixture
-def pool(model: Any) -> MemoryPool:
-    return MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+def pool(model: Any) -> FaultyPool:
+    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
-def engine_of(model: Any, pool: MemoryPool, **options: Any) -> TokenLakeEngine:
+def engine_of(model: Any, pool: FaultyPool, **options: Any) -> TokenLakeEngine:
     settings = {"window": 2, "prefill_chunk": 24, **options}
-    return TokenLakeEngine(model, as_pool(pool), EngineOptions(**settings))
+    return TokenLakeEngine(model, pool, EngineOptions(**settings))
 
 
 def greedy(generate: Callable[..., Any], ids: Any, mask: Any = None, **arguments: Any) -> list[list[int]]:
@@ -44,7 +44,7 @@ def greedy(generate: Callable[..., Any], ids: Any, mask: Any = None, **arguments
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cold_and_warm_give_the_models_tokens(name: str) -> None:
     model = family(name)
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(7, 1), prompt(2 * SEGMENT, 2)])
     expected = greedy(model.generate, ids, mask)
     with engine_of(model, pool) as engine:
@@ -61,7 +61,7 @@ def test_cold_and_warm_give_the_models_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 9 * SEGMENT])
-def test_prompts_that_end_near_a_segments_end(model: Any, pool: MemoryPool, length: int) -> None:
+def test_prompts_that_end_near_a_segments_end(model: Any, pool: FaultyPool, length: int) -> None:
     ids = torch.tensor([prompt(length)])
     expected = greedy(model.generate, ids)
     with engine_of(model, pool) as engine:
@@ -72,7 +72,7 @@ def test_prompts_that_end_near_a_segments_end(model: Any, pool: MemoryPool, leng
         assert engine.counts.failures == 0
 
 
-def test_the_next_turn_hits_segments_of_decode(model: Any, pool: MemoryPool) -> None:
+def test_the_next_turn_hits_segments_of_decode(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(2 * SEGMENT + 9)])
     with engine_of(model, pool) as engine:
         answer = greedy(engine.generate, ids, max_new_tokens=3 * SEGMENT, eos_token_id=None)
@@ -86,7 +86,7 @@ def test_the_next_turn_hits_segments_of_decode(model: Any, pool: MemoryPool) -> 
         assert engine.counts.tokens_hit - before.tokens_hit == in_cache // SEGMENT * SEGMENT
 
 
-def test_nothing_after_the_end_of_a_row_is_stored(model: Any, pool: MemoryPool) -> None:
+def test_nothing_after_the_end_of_a_row_is_stored(model: Any, pool: FaultyPool) -> None:
     rows = [prompt(SEGMENT - 2, 4), prompt(SEGMENT + 2, 5)]
     ids, mask = padded(rows)
     alone = greedy(model.generate, ids, mask, max_new_tokens=4 * SEGMENT, eos_token_id=None)
@@ -107,7 +107,7 @@ def test_nothing_after_the_end_of_a_row_is_stored(model: Any, pool: MemoryPool) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flipped_bytes_change_the_tokens(name: str) -> None:
     model = family(name)
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     ids = torch.tensor([prompt(6 * SEGMENT, 6)])
     with engine_of(model, pool) as engine:
         expected = greedy(engine.generate, ids)
@@ -116,27 +116,7 @@ def test_flipped_bytes_change_the_tokens(name: str) -> None:
         assert greedy(engine.generate, ids) != expected
 
 
-@pytest.mark.parametrize("call", ["prefix", "match", "fetch", "second fetch", "release", "store", "commit"])
-def test_a_failing_pool_changes_no_token(
-    model: Any, pool: MemoryPool, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "RETRY_S", 0.0)
-    ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(40, 1)])
-    expected = greedy(model.generate, ids, mask)
-    with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
-        if call not in ("store", "commit"):
-            greedy(engine.generate, ids, mask)
-            engine.flush()
-        pool.broken = {call}
-        for _ in range(2):
-            assert greedy(engine.generate, ids, mask) == expected
-            engine.flush()
-        assert engine.counts.failures > 0
-        assert sum(f"{call} is broken" in record.message for record in caplog.records) == 1
-        pool.broken = set()
-
-
-def test_each_refusal_code_is_logged_once(model: Any, pool: MemoryPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_refusal_code_is_logged_once(model: Any, pool: FaultyPool, caplog: pytest.LogCaptureFixture) -> None:
     with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
         for seed, code in enumerate((Code.WRITE_BUDGET, Code.NO_SLOT, Code.WRITE_BUDGET)):
             pool.refuse = code
@@ -151,7 +131,7 @@ def test_each_refusal_code_is_logged_once(model: Any, pool: MemoryPool, caplog: 
     assert "NO_SLOT" in said[1]
 
 
-def test_a_failed_pool_is_not_used_for_a_while(model: Any, pool: MemoryPool) -> None:
+def test_a_failed_pool_is_not_used_for_a_while(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(40)])
     with engine_of(model, pool) as engine:
         pool.broken = {"match"}
@@ -161,7 +141,7 @@ def test_a_failed_pool_is_not_used_for_a_while(model: Any, pool: MemoryPool) -> 
         assert engine.counts.requests_without_pool == 1
 
 
-def test_segments_lost_before_the_fetch_are_computed(model: Any, pool: MemoryPool) -> None:
+def test_segments_lost_before_the_fetch_are_computed(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(6 * SEGMENT)])
     expected = greedy(model.generate, ids)
     with engine_of(model, pool) as engine:
@@ -172,7 +152,7 @@ def test_segments_lost_before_the_fetch_are_computed(model: Any, pool: MemoryPoo
         assert engine.counts.tokens_hit == SEGMENT
 
 
-def test_a_missing_mask_is_inferred_from_the_padding(model: Any, pool: MemoryPool) -> None:
+def test_a_missing_mask_is_inferred_from_the_padding(model: Any, pool: FaultyPool) -> None:
     ids, _ = padded([prompt(40), prompt(9, 1)])
     expected = greedy(model.generate, ids)
     with engine_of(model, pool) as engine:
@@ -180,7 +160,7 @@ def test_a_missing_mask_is_inferred_from_the_padding(model: Any, pool: MemoryPoo
         assert engine.counts.requests == 2
 
 
-def test_sampling_with_several_sequences(model: Any, pool: MemoryPool) -> None:
+def test_sampling_with_several_sequences(model: Any, pool: FaultyPool) -> None:
     ids, mask = padded([prompt(40), prompt(9, 1)])
     settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "top_k": 5}
     torch.manual_seed(5)
@@ -194,7 +174,7 @@ def test_sampling_with_several_sequences(model: Any, pool: MemoryPool) -> None:
         assert engine.counts.failures == 0
 
 
-def test_a_long_answer_enlarges_the_cache(model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_enlarges_the_cache(model: Any, pool: FaultyPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenlake_client.engines.transformers.engine.MAX_EXPECTED_TOKENS", 3)
     monkeypatch.setattr("tokenlake_client.engines.transformers.cache.SPARE_TOKENS", 4)
     ids = torch.tensor([prompt(20)])
@@ -206,7 +186,7 @@ def test_a_long_answer_enlarges_the_cache(model: Any, pool: MemoryPool, monkeypa
         assert len(pool.segments) == 59 // SEGMENT
 
 
-def test_the_returned_cache_can_be_cut_and_continued(model: Any, pool: MemoryPool) -> None:
+def test_the_returned_cache_can_be_cut_and_continued(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(20)])
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(ids, **settings)
@@ -236,7 +216,7 @@ def test_the_returned_cache_can_be_cut_and_continued(model: Any, pool: MemoryPoo
     ],
 )
 def test_unserved_calls_are_named(
-    model: Any, pool: MemoryPool, arguments: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+    model: Any, pool: FaultyPool, arguments: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = torch.tensor([prompt(40)])
     settings = {"max_new_tokens": 4, "do_sample": False, **arguments}
@@ -252,7 +232,7 @@ def test_unserved_calls_are_named(
 
 def test_training_and_autocast_are_not_shared() -> None:
     model = family("gpt2")
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     tokens = prompt(40)
     with engine_of(model, pool) as engine:
         model.train()
@@ -273,7 +253,7 @@ def test_training_and_autocast_are_not_shared() -> None:
 
 def test_a_model_that_was_cast_is_served_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = build(*FAMILIES["llama-gqa"])
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(2 * SEGMENT + 1, 9)
     with engine_of(model, pool) as engine:
         engine.prefill(row)
@@ -289,7 +269,7 @@ def test_a_model_that_was_cast_is_served_alone(caplog: pytest.LogCaptureFixture)
     assert "bfloat16" in caplog.text
 
 
-def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: MemoryPool) -> None:
+def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(20), prompt(20, 1)])
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
@@ -317,7 +297,7 @@ def test_a_refused_model_is_named_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_pool_of_another_layout_is_not_used(model: Any) -> None:
-    other = MemoryPool(layout_of(family("llama-mha"), segment_tokens=SEGMENT))
+    other = FaultyPool(layout_of(family("llama-mha"), segment_tokens=SEGMENT))
     ids = torch.tensor([prompt(40)])
     with engine_of(model, other) as engine:
         assert greedy(engine.generate, ids) == greedy(model.generate, ids)
@@ -326,7 +306,7 @@ def test_a_pool_of_another_layout_is_not_used(model: Any) -> None:
     assert not other.segments
 
 
-def test_prefill_continues_with_the_model(model: Any, pool: MemoryPool) -> None:
+def test_prefill_continues_with_the_model(model: Any, pool: FaultyPool) -> None:
     tokens = prompt(4 * SEGMENT + 2)
     ids = torch.tensor([tokens])
     expected = greedy(model.generate, ids)
@@ -341,7 +321,7 @@ def test_prefill_continues_with_the_model(model: Any, pool: MemoryPool) -> None:
         assert engine.prefill(tokens).tokens_hit == 0
 
 
-def test_new_weights_share_nothing_with_the_old_ones(pool: MemoryPool) -> None:
+def test_new_weights_share_nothing_with_the_old_ones(pool: FaultyPool) -> None:
     model = family("llama-gqa")
     ids = torch.tensor([prompt(40)])
     with engine_of(model, pool) as engine:
@@ -355,15 +335,15 @@ def test_new_weights_share_nothing_with_the_old_ones(pool: MemoryPool) -> None:
         assert greedy(engine.generate, ids) == expected
         assert engine.counts.tokens_hit == 0
         assert engine.layout.fingerprint() != old.fingerprint()
-        second = MemoryPool(engine.layout)
-        engine.new_weights("step 1", as_pool(second))
+        second = FaultyPool(engine.layout)
+        engine.new_weights("step 1", second)
         for hit in (0, 2 * SEGMENT):
             assert greedy(engine.generate, ids) == expected
             assert engine.counts.tokens_hit == hit
             engine.flush()
 
 
-def test_salts_and_adapters_do_not_share(model: Any, pool: MemoryPool) -> None:
+def test_salts_and_adapters_do_not_share(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(40)])
     for options in ({}, {"salt": "a"}, {"adapter": "b"}):
         with engine_of(model, pool, **options) as engine:
@@ -373,13 +353,13 @@ def test_salts_and_adapters_do_not_share(model: Any, pool: MemoryPool) -> None:
     assert len(pool.segments) == 3 * ((40 + NEW - 1) // SEGMENT)
 
 
-def test_a_daemon_that_appears_later_is_used(model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_appears_later_is_used(model: Any, pool: FaultyPool, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = True
 
     def connect(self: TokenLakeEngine, socket: object) -> Any:
         if absent:
             raise Unreachable(f"nobody at {socket}")
-        return as_pool(pool)
+        return pool
 
     monkeypatch.setattr(TokenLakeEngine, "_connect", connect)
     monkeypatch.setattr(connection, "RETRY_S", 0.0)
@@ -393,7 +373,7 @@ def test_a_daemon_that_appears_later_is_used(model: Any, pool: MemoryPool, monke
         assert engine.counts.requests == 1
 
 
-def test_a_full_queue_stores_nothing_and_does_not_block(model: Any, pool: MemoryPool) -> None:
+def test_a_full_queue_stores_nothing_and_does_not_block(model: Any, pool: FaultyPool) -> None:
     ids = torch.tensor([prompt(40)])
     with engine_of(model, pool, write_queue=0) as engine:
         greedy(engine.generate, ids)
@@ -403,7 +383,7 @@ def test_a_full_queue_stores_nothing_and_does_not_block(model: Any, pool: Memory
 
 def test_bfloat16_bytes_survive_the_round_trip() -> None:
     model = family("llama-gqa", torch.bfloat16)
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     tokens = prompt(4 * SEGMENT + 1)
     with engine_of(model, pool) as engine:
         cold = engine.prefill(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.memory_pool import MemoryLease, MemoryPool, as_pool
+from tests.engines.faulty_pool import FaultyPool
 from tests.engines.models import family, prompt
 from tests.robustness.live import daemons
 from tokenlake.errors import Unreachable
@@ -24,14 +24,6 @@ SEGMENT = 16
 CALLS = ("prefix", "match", "nodes", "fetch", "second fetch", "release", "store", "commit", "mark_in_flight", "hint")
 SETTINGS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 GOES_ON = Hints(Outlook.GOES_ON)
-
-
-class FarLease(MemoryLease):
-    """A lease whose segments all lie on another node."""
-
-    def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
-        super().__init__(pool, keys, hits)
-        self.local_hits = 0
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +72,16 @@ def test_no_error_of_the_pool_reaches_the_caller(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     options = EngineOptions(mode=mode, segment_tokens=SEGMENT, window=2)
-    with TokenLakeEngine(model, as_pool(pool), options) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
+    with TokenLakeEngine(model, pool, options) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
         engine.prefill(KNOWN)
         assert engine.flush(30)
         caplog.clear()
-        monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+        pool.far = "far"
         # A prefill that takes long, so that in-flight markers are set, and reads pay.
         for _ in range(64):
-            engine.rates.prefill.add(64, 0, 1.0, 0.0)
+            engine.rates.prefill.add(64, 0, 0.2, 0.0)
         pool.refuse = Code.WRITE_BUDGET
         pool.error, pool.broken = error, {call}
         for _ in range(2):
@@ -132,9 +124,9 @@ def test_the_end_of_a_connection_does_not_raise(
 
 def test_a_full_queue_of_stores_does_not_raise(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The in-flight markers of segments that are not stored are removed, which may fail."""
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     pool.broken = {"mark_in_flight"}
-    with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
+    with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
         monkeypatch.setattr("tokenlake_client.engines.common.background.BackgroundQueue.submit", lambda *_: False)
         assert engine.prefill(prompt(4 * SEGMENT + 3, 4)).tokens_computed == 4 * SEGMENT + 3
         assert engine.counts.failures == 1

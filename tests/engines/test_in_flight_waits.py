@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.memory_pool import MemoryPool, as_pool
+from tests.engines.faulty_pool import FaultyPool
 from tests.engines.models import family, prompt
-from tests.engines.test_planner import FarLease
 from tests.robustness.live import LAYOUT, LIMIT_S
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
@@ -80,34 +79,40 @@ def model() -> Any:
 
 
 @pytest.fixture
-def pool(model: Any) -> MemoryPool:
-    return MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+def pool(model: Any) -> FaultyPool:
+    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
-def serve(model: Any, pool: MemoryPool, mode: Any, rows: int = 1) -> list[float]:
+def patience(pool: FaultyPool, first: int) -> list[float]:
+    """The wait of each match for other engines, from the `first` one on."""
+    asked = zip(pool.asked[first:], pool.missed[first:], strict=True)
+    return [min(each.in_flight_wait_s, each.in_flight_wait_per_segment_s * missed) for each, missed in asked]
+
+
+def serve(model: Any, pool: FaultyPool, mode: Any, rows: int = 1) -> list[float]:
     """The wait of each match of a call. The predicted time to compute a segment is 0.16 s."""
     ids = torch.tensor([prompt(4 * SEGMENT + 3, number) for number in range(rows)])
-    before = len(pool.patience)
-    with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode=mode, segment_tokens=SEGMENT)) as engine:
+    before = len(pool.asked)
+    with TokenLakeEngine(model, pool, EngineOptions(mode=mode, segment_tokens=SEGMENT)) as engine:
         measure(engine.rates, EACH_S, NEWEST)
         expected = model.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
         assert torch.equal(engine.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None), expected)
         engine.flush()
         assert engine.counts.failures == 0
-    return pool.patience[before:]
+    return patience(pool, before)
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
-def test_each_prompt_is_waited_for_once(model: Any, pool: MemoryPool, mode: str) -> None:
+def test_each_prompt_is_waited_for_once(model: Any, pool: FaultyPool, mode: str) -> None:
     waits = pytest.approx(FACTOR * EACH_S * 4 * SEGMENT, rel=0.05)
     planned = [0.0] if mode == "auto" else []
     assert serve(model, pool, mode) == [*planned, waits]
-    pool.segments.clear()
+    pool.evict()
     # The plan matches without a wait; then each row has a match with a wait.
     assert [wait > 0 for wait in serve(model, pool, mode, rows=2)] == [False] * len(2 * planned) + [True] * 2
 
 
-def test_no_wait_for_a_complete_hit(model: Any, pool: MemoryPool) -> None:
+def test_no_wait_for_a_complete_hit(model: Any, pool: FaultyPool) -> None:
     serve(model, pool, "fetch")
     assert serve(model, pool, "fetch") == [0.0]
     assert serve(model, pool, "auto") == [0.0]
@@ -116,32 +121,29 @@ def test_no_wait_for_a_complete_hit(model: Any, pool: MemoryPool) -> None:
     assert serve(model, pool, "auto", rows=2) == [0.0] * 4
 
 
-def test_no_wait_for_segments_that_the_plan_computes(
-    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_wait_for_segments_that_the_plan_computes(model: Any, pool: FaultyPool) -> None:
     serve(model, pool, "fetch")
-    for key in list(pool.segments)[2:]:
-        del pool.segments[key]
-    monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+    pool.evict(2)
+    pool.far = "far"
     ids = torch.tensor([prompt(4 * SEGMENT + 3)])
-    before = len(pool.patience)
-    with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
+    before = len(pool.asked)
+    with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
         measure(engine.rates, EACH_S, NEWEST)
         for count in range(1, ENOUGH + 1):
             engine.rates.peer(NodeId("far")).fetch.add(count << 10, 100.0 * count, 0.0)
             engine.rates.peer(NodeId("far")).queries.add(count, count << 10, 16 * count, 100.0, 0.0)
         engine.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
         assert engine.counts.tokens_skipped == 2 * SEGMENT
-    assert pool.patience[before:] == [0.0]
+    assert patience(pool, before) == [0.0]
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
-def test_markers_are_set_and_removed_if_not_stored(model: Any, pool: MemoryPool, mode: str) -> None:
+def test_markers_are_set_and_removed_if_not_stored(model: Any, pool: FaultyPool, mode: str) -> None:
     serve(model, pool, mode)
     assert len(pool.marked) == 4
     assert all(seconds > LEAST_S for seconds in pool.marked.values())
     kept = next(iter(pool.segments))
-    pool.segments = {kept: pool.segments[kept]}
+    pool.evict(1)
     pool.refuse = Code.WRITE_BUDGET
     pool.marked.clear()
     serve(model, pool, mode)
@@ -149,9 +151,9 @@ def test_markers_are_set_and_removed_if_not_stored(model: Any, pool: MemoryPool,
     assert [*pool.marked.values()] == [0.0] * 3
 
 
-def test_a_full_queue_removes_markers(model: Any, pool: MemoryPool) -> None:
+def test_a_full_queue_removes_markers(model: Any, pool: FaultyPool) -> None:
     options = EngineOptions(mode="fetch", segment_tokens=SEGMENT, write_queue=0)
-    with TokenLakeEngine(model, as_pool(pool), options) as engine:
+    with TokenLakeEngine(model, pool, options) as engine:
         measure(engine.rates, EACH_S, NEWEST)
         engine.prefill(prompt(4 * SEGMENT + 3))
         assert engine.counts.tokens_not_stored == 4 * SEGMENT
@@ -160,12 +162,12 @@ def test_a_full_queue_removes_markers(model: Any, pool: MemoryPool) -> None:
 
 @pytest.mark.parametrize(("each_s", "limit_s"), [(EACH_S, EACH_S * 4 * SEGMENT / 2), (1e-6, LEAST_FETCH_S)])
 def test_fetches_last_at_most_half_as_long_as_the_prefill(
-    model: Any, pool: MemoryPool, each_s: float, limit_s: float
+    model: Any, pool: FaultyPool, each_s: float, limit_s: float
 ) -> None:
     """All fetches of a prompt share the limit. Without measured prefills there is none."""
     row = prompt(4 * SEGMENT + 3)
     options = EngineOptions(mode="fetch", segment_tokens=SEGMENT, window=2)
-    with TokenLakeEngine(model, as_pool(pool), options) as engine:
+    with TokenLakeEngine(model, pool, options) as engine:
         engine.prefill(row)
         assert engine.flush(LIMIT_S)
         engine.prefill(row)
@@ -178,8 +180,8 @@ def test_fetches_last_at_most_half_as_long_as_the_prefill(
     assert 0 < second < first
 
 
-def test_no_markers_without_a_wait(model: Any, pool: MemoryPool) -> None:
-    with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
+def test_no_markers_without_a_wait(model: Any, pool: FaultyPool) -> None:
+    with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
         engine.prefill(prompt(4 * SEGMENT + 3))
         engine.flush()
     assert not pool.marked

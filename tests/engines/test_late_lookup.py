@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.vllm.late_lookup import SILENT_S, LateLookup
+from tokenlake_client.engines.vllm.lookup import SILENT_S, LateLookup, PolledMatch
 
 
-class Lookup:
+class Lookup(PolledMatch):
     """A lookup with the given results of `poll`; an error is raised."""
 
-    due = 10.0
-
     def __init__(self, *polls: bool | Exception) -> None:
+        super().__init__(None, 10.0, lambda: 0.0)
         self.polls = list(polls)
         self.drops = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_rank_that_cannot_serve_says_why() -> None:
 def test_a_vllm_without_cache_layouts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a vLLM without cache layouts reports a refusal."""
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_layout", None)
-    facts = rank_facts(None, None, 1, 400, [])
+    facts = rank_facts(None, None, 1, SimpleNamespace(shard_bytes=400))  # type: ignore[arg-type]
     assert (facts.rank, facts.shard_bytes) == (1, 400)
     assert "the cache cannot be identified: " in facts.refusal
 

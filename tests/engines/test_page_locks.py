@@ -21,9 +21,10 @@ from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outco
 from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
-from tokenlake_client.engines.vllm.device_copy import DeviceCopy
+from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.copies import DeviceCopy
 from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.regions import Mapping, Window
 from tokenlake_testing.cpu_device import CpuDevice
 from tokenlake_testing.pinned_memory import mapped_at
@@ -49,7 +50,7 @@ def stacks(device: CpuDevice, value: float) -> Any:
 
 
 def copier(device: CpuDevice, value: float = 0.0) -> DeviceCopy:
-    return DeviceCopy(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks(device, value), device)
+    return DeviceCopy(BlockCache(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks(device, value)), device)
 
 
 def region() -> int:
@@ -75,12 +76,12 @@ def test_a_new_mapping_at_an_old_address_is_registered(device: CpuDevice) -> Non
     copy = copier(device, 1.0)
     here = mapping(old)
     address = here.slots.ctypes.data
-    copy.to_slot(here.slots[1], [0])
+    copy.to_slot(here.slots[1], Part(0, 0, 0, (0,)))
     assert (stored(old, 1) == 1.0).all()
     del here
     here = mapping(new)
     assert here.slots.ctypes.data == address, "the kernel gives the address again"
-    copy.to_slot(here.slots[1], [0])
+    copy.to_slot(here.slots[1], Part(0, 0, 0, (0,)))
     assert (here.slots[1].view(np.float32) == 1.0).all()
     assert (stored(new, 1) == 1.0).all()
     assert not device.locks.late
@@ -94,7 +95,7 @@ def test_a_registration_ends_before_its_memory(device: CpuDevice) -> None:
     address = mapped_at(here.slots.ctypes.data)
     window = np.asarray(Window(here, object(), lambda: [0]))
     copy = copier(device)
-    copy.from_slot(window[2], [0], 0)
+    copy.from_slot(window[2], Part(0, 0, 0, (0,)))
     copy.finish()
     view = window[2][100:200].reshape(10, 10)
     del window, here
@@ -112,8 +113,8 @@ def test_two_copies_share_a_registration(device: CpuDevice) -> None:
     memory = region()
     here = mapping(memory)
     one, two = copier(device, 1.0), copier(device, 2.0)
-    one.to_slot(here.slots[0], [0])
-    two.to_slot(here.slots[3], [0])
+    one.to_slot(here.slots[0], Part(0, 0, 0, (0,)))
+    two.to_slot(here.slots[3], Part(0, 0, 0, (0,)))
     assert len(device.locks.pinned) == 1
     del one, two
     gc.collect()
@@ -125,7 +126,7 @@ def test_two_copies_share_a_registration(device: CpuDevice) -> None:
 
 def test_foreign_memory_is_not_registered(device: CpuDevice) -> None:
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
-    copier(device, 1.0).to_slot(slot, [0])
+    copier(device, 1.0).to_slot(slot, Part(0, 0, 0, (0,)))
     assert (slot.view(np.float32) == 1.0).all()
     assert not device.locks.pinned
 
@@ -134,7 +135,7 @@ def test_a_forked_child_ends_no_registration(device: CpuDevice) -> None:
     """The arena is not mapped in a child; other memory of the child may have its address."""
     memory = region()
     here = mapping(memory)
-    copier(device).to_slot(here.slots[0], [0])
+    copier(device).to_slot(here.slots[0], Part(0, 0, 0, (0,)))
     span = mapped_at(here.slots.ctypes.data)
     assert span is not None
     child = os.fork()
@@ -156,12 +157,12 @@ def test_a_forked_child_ends_no_registration(device: CpuDevice) -> None:
 
 
 LEFT_BEHIND = """
-from tests.engines.test_page_locks import copier, mapping, region
+from tests.engines.test_page_locks import Part, copier, mapping, region
 from tokenlake_testing.cpu_device import CpuDevice
 device = CpuDevice()
 memory = region()
 here = mapping(memory)
-copier(device, 1.0).to_slot(here.slots[0], [0])
+copier(device, 1.0).to_slot(here.slots[0], Part(0, 0, 0, (0,)))
 cycle = [here]
 cycle.append(cycle)
 assert len(device.locks.pinned) == 1
@@ -181,7 +182,7 @@ def test_a_process_with_registrations_ends_quietly() -> None:
 
 
 def another_life(pool: Pool, before: int) -> bool:
-    return pool.connected and pool.incarnation != before
+    return pool.connected and pool.engine.incarnation != before
 
 
 @pytest.mark.live
@@ -190,13 +191,13 @@ def test_stores_are_right_after_a_restart_of_the_daemon(device: CpuDevice) -> No
     copy = copier(device, 7.0)
 
     def fill(index: int, slot: NDArray[np.uint8]) -> None:
-        copy.to_slot(slot, [index])
+        copy.to_slot(slot, Part(0, 0, 0, (index,)))
 
     with daemons() as cluster, cluster.connect(0, LAYOUT) as pool:
         held: list[Sequence[NDArray[np.uint8]]] = []
         for life, prompt in enumerate(prompts):
             if life:
-                before = pool.incarnation
+                before = pool.engine.incarnation
                 cluster.nodes[0].kill()
                 cluster.nodes[0].start()
                 cluster.wait_ready()
@@ -208,7 +209,7 @@ def test_stores_are_right_after_a_restart_of_the_daemon(device: CpuDevice) -> No
                 arrays = lease.fetch(deadline_s=LIMIT_S)
             assert len(arrays) == 3
             assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
-            copy.from_slot(arrays[0], [0], 0)
+            copy.from_slot(arrays[0], Part(0, 0, 0, (0,)))
             copy.finish()
             # The arrays of the first daemon outlive it.
             held = [arrays] if life == 1 else []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.memory_pool import MemoryLease, MemoryPool
+from tests.engines.faulty_pool import FaultyPool
 from tests.engines.models import family, padded, prompt
 from tests.engines.test_shipping import READER, SEGMENT, check, engine_at, put, shipped
 from tests.query.scene import serving
@@ -121,26 +121,12 @@ def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
         assert rates is engine.rates
 
 
-@pytest.mark.parametrize("call", ["match", "nodes", "fetch", "prefix"])
-def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) -> None:
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
-    row = prompt(4 * SEGMENT + 3, 5)
-    ids, mask = padded([row])
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
-    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT)) as engine:
-        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
-        assert engine.flush(30)
-        pool.broken.add(call)
-        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
-
-
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 @pytest.mark.parametrize("where", ["allocate", "place_rows", "RoomyCache"])
 def test_a_batch_that_finds_no_memory_keeps_no_lease(
     model: Any, mode: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 8)
     ids, mask = padded([row])
     settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -160,44 +146,13 @@ def test_a_batch_that_finds_no_memory_keeps_no_lease(
         assert pool.leased == 0
 
 
-@pytest.mark.parametrize("call", ["mark_in_flight", "nodes", "fetch", "second fetch"])
-def test_a_load_that_fails_keeps_no_lease(model: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
-    row = prompt(4 * SEGMENT + 3, 9)
-    ids, mask = padded([row + prompt(4 * SEGMENT, 10)])
-    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
-    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT, window=2)) as engine:
-        engine.prefill(row)
-        assert engine.flush(30)
-        monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
-        # A prefill that takes long, so that the match waits for other engines and markers are set.
-        for _ in range(64):
-            engine.rates.prefill.add(64, 0, 1.0, 0.0)
-        pool.broken.add(call)
-        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
-        assert pool.leases
-        assert pool.leased == 0
-
-
-class FarLease(MemoryLease):
-    """A lease whose segments all lie on another node."""
-
-    def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
-        super().__init__(pool, keys, hits)
-        self.local_hits = 0
-
-    def nodes(self) -> list[str]:
-        return ["far"] * self.hits
-
-
-def test_lost_segments_do_not_make_a_node_fast(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+def test_lost_segments_do_not_make_a_node_fast(model: Any) -> None:
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 6)
     with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
         engine.prefill(row)
         assert engine.flush(30)
-        monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+        pool.far = "far"
         fetch = engine.rates.peer(NodeId("far")).fetch
         pool.lose_after = 1
         assert engine.prefill(row).tokens_hit == SEGMENT

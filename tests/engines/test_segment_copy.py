@@ -12,15 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.engines.memory_pool import MemoryPool, as_pool
+from tests.engines.faulty_pool import FaultyPool
 from tests.engines.models import family, padded, prompt
 from tests.engines.test_device import LIMIT_S, in_thread
 from tests.engines.test_generate import SEGMENT, greedy
 from tests.engines.test_slots import SHAPES, random_cache, shaped
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.pool import UNNAMED
+from tokenlake_client.engines.common.reports import Counters
+from tokenlake_client.engines.common.request import UNNAMED
 from tokenlake_client.engines.common.slots import LayerPair, stacked
 from tokenlake_client.engines.devices.base import DeviceFailed
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
@@ -156,7 +156,7 @@ def test_a_load_follows_what_the_engine_does_with_the_memory() -> None:
 
 def test_a_save_follows_the_computation_and_not_what_comes_later() -> None:
     device, gate, later = CpuDevice(), threading.Event(), threading.Event()
-    cache, pool = cache_of(SHAPE, SHAPE.segment_tokens), MemoryPool(SHAPE)
+    cache, pool = cache_of(SHAPE, SHAPE.segment_tokens), FaultyPool(SHAPE)
 
     def compute() -> None:
         gate.wait(LIMIT_S)
@@ -166,7 +166,7 @@ def test_a_save_follows_the_computation_and_not_what_comes_later() -> None:
     device.engine.run(compute)
     keys = pool.prefix(range(SHAPE.segment_tokens)).keys
     writer = writer_of()
-    writer.submit(task_of(as_pool(pool), SHAPE, keys, 0, CpuCopier(device).bind(SHAPE, cache)))
+    writer.submit(task_of(pool, SHAPE, keys, 0, CpuCopier(device).bind(SHAPE, cache)))
 
     def compute_more() -> None:
         later.wait(LIMIT_S)
@@ -191,16 +191,16 @@ def writer_of() -> Writer:
 # -- failures
 
 
-def filled_pool() -> tuple[MemoryPool, Any]:
-    pool = MemoryPool(SHAPE)
+def filled_pool() -> tuple[FaultyPool, Any]:
+    pool = FaultyPool(SHAPE)
     keys = pool.prefix(range(SEGMENTS * SHAPE.segment_tokens)).keys
-    pool.segments = dict(zip(keys, slots_of(SHAPE, SEGMENTS), strict=True))
+    pool.store_all(keys, slots_of(SHAPE, SEGMENTS))
     return pool, keys
 
 
-def loading(device: CpuDevice, pool: MemoryPool, keys: Any, window: int) -> Callable[[], int]:
+def loading(device: CpuDevice, pool: FaultyPool, keys: Any, window: int) -> Callable[[], int]:
     cache = CpuCopier(device).bind(SHAPE, cache_of(SHAPE, SEGMENTS * SHAPE.segment_tokens))
-    return lambda: load(as_pool(pool), keys, cache, window, Measurements(Rates()), UNNAMED, SEGMENTS)
+    return lambda: load(pool, keys, cache, window, Measurements(Rates()), UNNAMED, SEGMENTS)
 
 
 def test_segments_are_leased_until_their_copies_have_ended() -> None:
@@ -263,11 +263,11 @@ def test_a_segment_whose_save_failed_is_not_stored(operation: str) -> None:
 @pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "llama-mqa"])
 def test_an_engine_on_a_device_gives_the_models_tokens(name: str) -> None:
     model = family(name)
-    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
     ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(7, 1)])
     expected = greedy(model.generate, ids, mask)
     options = EngineOptions(window=2, prefill_chunk=24)
-    with TokenLakeEngine(model, as_pool(pool), options, CpuCopier(CpuDevice())) as engine:
+    with TokenLakeEngine(model, pool, options, CpuCopier(CpuDevice())) as engine:
         assert greedy(engine.generate, ids, mask) == expected
         assert engine.flush(LIMIT_S)
         assert greedy(engine.generate, ids, mask) == expected

@@ -236,7 +236,8 @@ def test_a_failing_pool_changes_no_token(
     put(cluster, model, rows)
     expected, _ = generate(model.generate, rows)
     with cluster.connect(READER, layout_of(model, segment_tokens=SEGMENT)) as pool:
-        right, calls = getattr(pool, call), 0
+        owner = pool if call in ("prefix", "match") else pool.queries
+        right, calls = getattr(owner, call), 0
 
         def broken(*args: Any, **arguments: Any) -> Any:
             nonlocal calls
@@ -245,7 +246,7 @@ def test_a_failing_pool_changes_no_token(
                 raise OSError(f"{call} is broken")
             return right(*args, **arguments)
 
-        monkeypatch.setattr(pool, call, broken)
+        monkeypatch.setattr(owner, call, broken)
         with TokenLakeEngine(model, pool, EngineOptions(mode="ship", prefill_chunk=8)) as engine:
             while calls <= after:
                 assert generate(engine.generate, rows)[0] == expected
@@ -263,7 +264,7 @@ def test_no_room_for_copies_leaves_no_view(cluster: Cluster, model: Any, monkeyp
     expected, _ = generate(model.generate, rows, **settings)
     opened: list[View] = []
     with cluster.connect(READER, layout_of(model, segment_tokens=SEGMENT)) as pool:
-        right = pool.open_view
+        right = pool.queries.open_view
 
         def noted(*args: Any) -> View:
             opened.append(right(*args))
@@ -272,7 +273,7 @@ def test_no_room_for_copies_leaves_no_view(cluster: Cluster, model: Any, monkeyp
         def full(*_: Any) -> None:
             raise torch.OutOfMemoryError("there is no room")
 
-        monkeypatch.setattr(pool, "open_view", noted)
+        monkeypatch.setattr(pool.queries, "open_view", noted)
         monkeypatch.setattr(ShippedCache, "batch_repeat_interleave", full)
         with TokenLakeEngine(model, pool, EngineOptions(mode="ship")) as engine:
             torch.manual_seed(5)

@@ -143,7 +143,7 @@ def read_independent(pool: Pool) -> None:
 
 
 def attach(pool: Pool) -> None:
-    with pool.attach(LeaseId(1)) as lease:
+    with pool.engine.attach(LeaseId(1)) as lease:
         lease.fetch()
 
 
@@ -153,7 +153,7 @@ def write(pool: Pool) -> None:
 
 
 def attach_write(pool: Pool) -> None:
-    with pool.attach_write(WriteId(1)) as writing:
+    with pool.engine.attach_write(WriteId(1)) as writing:
         writing.fill(lambda index, slot: slot.fill(7))
 
 

@@ -151,11 +151,11 @@ def shipped_query() -> dict[str, Crossings]:
         children |= {f"daemon of {node.name}": node.process.pid for node in cluster.nodes if node.process is not None}
         crossings = Crossings(PRODUCT)
         # The client has a thread per connection; they start when the view is opened.
-        with crossings, open_view(pool, text) as view, pool.init_query([(view, 1)]) as buffer:
+        with crossings, open_view(pool, text) as view, pool.queries.init_query([(view, 1)]) as buffer:
             buffer.queries[...] = draw_queries(1, 1)
 
             def query(layer: int) -> None:
-                answer = pool.query(buffer, layer, deadline_s=DEADLINE_S).wait()
+                answer = pool.queries.query(buffer, layer, deadline_s=DEADLINE_S).wait()
                 assert not answer.lost
                 assert answer.sent_bytes > 0
 

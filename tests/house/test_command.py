@@ -16,22 +16,10 @@ import pytest
 from tokenlake import command
 
 COMMANDS = [
-    *(
-        "serve",
-        "replay",
-        "config",
-        "ca",
-        "disk",
-        "explain",
-        "status",
-        "top",
-        "doctor",
-        "members",
-        "drain",
-        "remove",
-        "evict",
-    ),
-    *("events", "completion", "demo", "bench", "workload"),
+    *("serve", "config", "ca", "disk", "completion"),
+    *("status", "top", "explain", "doctor", "members", "events"),
+    *("drain", "remove", "evict"),
+    *("demo", "bench", "workload"),
 ]
 
 

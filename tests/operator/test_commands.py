@@ -187,9 +187,9 @@ def test_the_slowest_call_is_named(two: Cluster) -> None:
     """A match that waits for a segment that no engine writes is slower than all others."""
     with two.connect(1, LAYOUT) as pool, two.connect(1, LAYOUT) as other:
         keys = pool.prefix(Prompt(11, 2).tokens).keys
-        other.mark_in_flight(keys, 10.0)
+        other.engine.mark_in_flight(keys, 10.0)
         waiting = MatchOptions(request="slow one", in_flight_wait_s=0.4)
-        heartbeat = other.begin_heartbeat()
+        heartbeat = other.engine.begin_heartbeat()
         wait_until(heartbeat.poll, "the daemon has the marker")
         pool.match(keys, waiting).release()
         screen = told(top, "--once", "--interval", "0.2", *at(two))

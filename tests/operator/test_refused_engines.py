@@ -89,7 +89,7 @@ def test_an_engine_and_its_processes_are_shown_apart(one: Cluster) -> None:
     node = one.nodes[0]
     with (
         one.connect(0, LAYOUT) as scheduler,
-        Pool.connect(node.socket, LAYOUT, session=scheduler.session, deadlines=PATIENT),
+        Pool.connect(node.socket, LAYOUT, session=scheduler.engine.session, deadlines=PATIENT),
     ):
 
         def shown() -> tuple[int, int]:

@@ -140,7 +140,7 @@ def wait_serving(cluster: Cluster, number: int, other_than: int = 0, credential:
                     # A miss while the owner is overdue, which it may be on a busy machine.
                     if lease.hits < text.segments:
                         return False
-                    with pool.open_view(lease, HEADS, SCALE):
+                    with pool.queries.open_view(lease, HEADS, SCALE):
                         return True
             except TokenLakeError:
                 return False
@@ -183,7 +183,7 @@ def open_view(pool: Pool, text: Text, heads: int = HEADS, scale: float = SCALE) 
     def opened() -> bool:
         lease = text.match(pool)
         try:
-            views.append(pool.open_view(lease, heads, scale, deadline_s=DEADLINE_S))
+            views.append(pool.queries.open_view(lease, heads, scale, deadline_s=DEADLINE_S))
         except TokenLakeError:
             lease.release()
             return False

@@ -37,10 +37,10 @@ def check(pool: Pool, parts: list[tuple[View, Text, int]], tolerance: float = 1e
     """Query every layer and compare; returns the bytes that went over the network."""
     moved = 0
     layout = parts[0][1].layout
-    with pool.init_query([(view, tokens) for view, _, tokens in parts]) as buffer:
+    with pool.queries.init_query([(view, tokens) for view, _, tokens in parts]) as buffer:
         for layer in [layer for layer in range(layout.layers) for _ in range(rounds)]:
             buffer.queries[...] = draw_queries(layer, len(buffer.queries), layout)
-            answer = pool.query(buffer, layer, deadline_s=DEADLINE_S).wait()
+            answer = pool.queries.query(buffer, layer, deadline_s=DEADLINE_S).wait()
             assert not answer.lost
             start = 0
             for _, text, tokens in parts:

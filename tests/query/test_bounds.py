@@ -25,9 +25,9 @@ def test_closed_views_leave_no_memory_descriptors_or_threads(cluster: Cluster) -
         def use(views: int) -> None:
             for number in range(views):
                 text = texts[number % 3]
-                with open_view(pool, text) as view, pool.init_query([(view, 2)]) as buffer:
+                with open_view(pool, text) as view, pool.queries.init_query([(view, 2)]) as buffer:
                     buffer.queries[...] = draw_queries(number, 2)
-                    assert not pool.query(buffer, number % LAYOUT.layers, deadline_s=10.0).wait().lost
+                    assert not pool.queries.query(buffer, number % LAYOUT.layers, deadline_s=10.0).wait().lost
 
         use(60)
         before = [(memory_of(pid), descriptors_of(pid), threads_of(pid)) for pid in processes]
@@ -49,7 +49,7 @@ def test_closed_engines_leave_no_leases_or_descriptors(cluster: Cluster) -> None
     def come_and_go() -> None:
         with cluster.connect(0, LAYOUT) as pool:
             view = open_view(pool, text)
-            assert not pool.query(pool.init_query([(view, 64)]), 0, deadline_s=10.0).wait().lost
+            assert not pool.queries.query(pool.queries.init_query([(view, 64)]), 0, deadline_s=10.0).wait().lost
 
     come_and_go()
     before = [descriptors_of(pid) for pid in processes]

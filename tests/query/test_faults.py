@@ -45,14 +45,14 @@ class Step:
         self.pool = pool
         self.text = text
         self.parts = [(view, tokens)]
-        self.buffer = pool.init_query(self.parts)
+        self.buffer = pool.queries.init_query(self.parts)
         self.asked = 0
 
     def retry(self) -> bool:
         """As `ask`, with a new buffer after a LOST query."""
         if self.buffer.spent:
             self.buffer.close()
-            self.buffer = self.pool.init_query(self.parts)
+            self.buffer = self.pool.queries.init_query(self.parts)
         return self.ask()
 
     def ask(self) -> bool:
@@ -61,7 +61,7 @@ class Step:
         layer = self.asked % LAYOUT.layers
         self.buffer.queries[...] = draw_queries(self.asked, len(self.buffer.queries))
         began = time.monotonic()
-        answer = self.pool.query(self.buffer, layer, deadline_s=STEP_S).wait()
+        answer = self.pool.queries.query(self.buffer, layer, deadline_s=STEP_S).wait()
         assert time.monotonic() - began < STEP_S + DEFAULT_DEADLINES.grace_s + LATE_S
         if answer.lost:
             return False
@@ -189,13 +189,13 @@ def test_an_impossible_deadline_is_answered(cluster: Cluster) -> None:
     text = Text(27, 16)
     spread(cluster, [text])
     with cluster.connect(0, LAYOUT) as pool, open_view(pool, text) as view:
-        with pool.init_query([(view, 512)]) as buffer:
+        with pool.queries.init_query([(view, 512)]) as buffer:
             buffer.queries[...] = draw_queries(0, 512)
-            ticket = pool.query(buffer, 0, deadline_s=1e-5)
+            ticket = pool.queries.query(buffer, 0, deadline_s=1e-5)
             answer = ticket.wait()
             assert answer.lost == [0]
-        with pool.init_query([(view, 2)]) as buffer:
+        with pool.queries.init_query([(view, 2)]) as buffer:
             buffer.queries[...] = draw_queries(1, 2)
-            answer = pool.query(buffer, 0, deadline_s=DEADLINE_S).wait()
+            answer = pool.queries.query(buffer, 0, deadline_s=DEADLINE_S).wait()
             assert not answer.lost
             close_to(Partial(answer.output, answer.sums), text.attention(buffer.queries, 0), 1e-5)

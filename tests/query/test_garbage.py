@@ -27,11 +27,15 @@ def others_are_served(cluster: Cluster) -> Iterator[None]:
     text = Text(50, 16)
     spread(cluster, [text])
     processes = [engine_of(node) for node in cluster.nodes]
-    with cluster.connect(0, LAYOUT) as pool, open_view(pool, text) as view, pool.init_query([(view, 2)]) as buffer:
+    with (
+        cluster.connect(0, LAYOUT) as pool,
+        open_view(pool, text) as view,
+        pool.queries.init_query([(view, 2)]) as buffer,
+    ):
 
         def ask() -> None:
             buffer.queries[...] = draw_queries(0, 2)
-            answer = pool.query(buffer, 0, deadline_s=10.0).wait()
+            answer = pool.queries.query(buffer, 0, deadline_s=10.0).wait()
             assert not answer.lost
             close_to(Partial(answer.output, answer.sums), text.attention(buffer.queries, 0), 1e-5)
 
@@ -102,7 +106,7 @@ def test_a_peer_that_reads_no_results(cluster: Cluster) -> None:
         keys = b"".join(pool.prefix(text.tokens).keys)
         with text.match(pool) as lease:
             lease.fetch()
-            raw.send(wire.OpenView(1, pool.tenant, LAYOUT.encode(), keys, (), b"", HEADS, SCALE))
+            raw.send(wire.OpenView(1, pool.engine.tenant, LAYOUT.encode(), keys, (), b"", HEADS, SCALE))
             assert raw.receive() == wire.Viewed(1, 2, b"\1\1")
         tokens = 4096
         queries = draw_queries(0, tokens).tobytes()

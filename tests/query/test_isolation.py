@@ -52,10 +52,10 @@ def pool_of(node: Node, token: str) -> Pool:
 
 def ask(pool: Pool, text: Text, times: int = 1) -> None:
     """Open a view and compare the results of some queries."""
-    with open_view(pool, text) as view, pool.init_query([(view, 2)]) as buffer:
+    with open_view(pool, text) as view, pool.queries.init_query([(view, 2)]) as buffer:
         for number in range(times):
             buffer.queries[...] = draw_queries(number, 2)
-            answer = pool.query(buffer, number % LAYOUT.layers, deadline_s=LIMIT_S).wait()
+            answer = pool.queries.query(buffer, number % LAYOUT.layers, deadline_s=LIMIT_S).wait()
             assert not answer.lost
             close_to(Partial(answer.output, answer.sums), text.attention(buffer.queries, number % LAYOUT.layers), 1e-5)
 

@@ -41,7 +41,7 @@ class Engine:
     def attach(self, lease: Sequence[int], seed: int, segments: int) -> dict[str, Any]:
         """Read segments that another process of the session leased."""
         self.looked_at = Prompt(seed, segments)
-        self.lease = self.pool.attach(*map(LeaseId, lease))
+        self.lease = self.pool.engine.attach(*map(LeaseId, lease))
         self.arrays = self.lease.fetch()
         return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays)}
 
@@ -62,7 +62,7 @@ class Engine:
 
     def attach_write(self, write: int, seed: int, segments: int) -> dict[str, Any]:
         self.filled = Prompt(seed, segments)
-        self.write = self.pool.attach_write(WriteId(write))
+        self.write = self.pool.engine.attach_write(WriteId(write))
         return {"codes": list(self.write.codes)}
 
     def fill(self) -> dict[str, Any]:
@@ -114,13 +114,17 @@ class Engine:
         return {}
 
     def state(self) -> dict[str, Any]:
-        return {"timeouts": self.pool.timeouts, "expired": self.pool.expired, "connected": self.pool.connected}
+        return {
+            "timeouts": self.pool.engine.timeouts,
+            "expired": self.pool.engine.expired,
+            "connected": self.pool.connected,
+        }
 
 
 def main(socket: str, session: str, credential: str) -> None:
     pool = Pool.connect(Path(socket), LAYOUT, credential or None, session=SessionId(int(session)), deadlines=PATIENT)
     engine = Engine(pool)
-    print(json.dumps({"session": engine.pool.session}), flush=True)
+    print(json.dumps({"session": engine.pool.engine.session}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -99,13 +99,15 @@ def _lost(pool: Pool, prompt: Prompt) -> int:
     """Query a prompt in each layer; the number of queries without a result."""
     lease = pool.match(pool.prefix(prompt.tokens).keys)
     try:
-        view = pool.open_view(lease, HEADS, SCALE, deadline_s=DEADLINES.call_s)
+        view = pool.queries.open_view(lease, HEADS, SCALE, deadline_s=DEADLINES.call_s)
     except TokenLakeError:
         lease.release()
         return LAYOUT.layers
-    with view, pool.init_query([(view, 2)]) as buffer:
+    with view, pool.queries.init_query([(view, 2)]) as buffer:
         buffer.queries[...] = 0
-        answers = [pool.query(buffer, layer, deadline_s=DEADLINES.call_s).wait() for layer in range(LAYOUT.layers)]
+        answers = [
+            pool.queries.query(buffer, layer, deadline_s=DEADLINES.call_s).wait() for layer in range(LAYOUT.layers)
+        ]
         return sum(bool(answer.lost) for answer in answers)
 
 

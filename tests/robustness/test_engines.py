@@ -119,7 +119,7 @@ def test_a_rank_that_never_commits_its_shard() -> None:
     with daemons(**SHORT) as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
         prompt = Prompt(13, 3)
-        with EngineProcess(node.socket, pool.session) as rank:
+        with EngineProcess(node.socket, pool.engine.session) as rank:
             write = pool.store(pool.prefix(prompt.tokens).keys)
             rank.ask("attach_write", write=write.id, seed=13, segments=3)
             for index, array in write.slots:

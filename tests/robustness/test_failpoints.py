@@ -114,14 +114,14 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
     print(f"seed {seed}")
     ending = cluster.nodes[0]
     with cluster.connect(0, LAYOUT) as attached, cluster.connect(1, LAYOUT) as steady:
-        session = steady.session
+        session = steady.engine.session
         ending.kill()
         # The daemon ends at the first, second or third crossing of the edge: at the first it is almost empty.
         ending.start(FAILPOINT_DAEMON, failpoint=f"{edge.name}:{1 + EDGES.index(edge) % 3}")
-        process, lives = ending.process, {attached.incarnation}
+        process, lives = ending.process, {attached.engine.incarnation}
         assert process is not None
         wait_until(lambda: not ending.running or is_back(attached, lives), "it serves, or ended at its start")
-        lives.add(attached.incarnation)
+        lives.add(attached.engine.incarnation)
         work = Work(attached, steady, seed)
         work.run(ending)
         assert process.wait(LIMIT_S) == -signal.SIGKILL
@@ -140,7 +140,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
             assert outcomes(store(pool, fresh)) == {Code.COMMITTED}, "the restarted node stores"
             assert read(pool, fresh) == SEGMENTS
         assert work.failures == []
-        assert (steady.session, steady.expired, steady.timeouts) == (session, 0, 0), (
+        assert (steady.engine.session, steady.engine.expired, steady.engine.timeouts) == (session, 0, 0), (
             "the other's engine noticed nothing"
         )
     for node in cluster.nodes:
@@ -160,7 +160,7 @@ def test_a_daemon_ends_during_a_hand_over(edge: Edge) -> None:
         cluster.wait_ready()
         prompts: list[Prompt] = []
         with cluster.connect(0, LAYOUT) as writer, cluster.connect(1, LAYOUT) as reader:
-            lives = {writer.incarnation, reader.incarnation}
+            lives = {writer.engine.incarnation, reader.engine.incarnation}
 
             def stores() -> bool:
                 prompts.append(Prompt(50_000 + len(prompts), SEGMENTS))
@@ -196,7 +196,7 @@ def is_back(pool: Pool, lives: set[int]) -> bool:
     with contextlib.suppress(Unreachable):
         # Only a call shows the end of a daemon before the next heartbeat does.
         pool.match([])
-    return pool.connected and pool.incarnation not in lives
+    return pool.connected and pool.engine.incarnation not in lives
 
 
 def test_an_unknown_edge_is_refused_with_those_there_are() -> None:

@@ -57,7 +57,7 @@ def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, PROMPT)
         previous_owner = pool.link
-        pending = pool.begin_match(pool.prefix(PROMPT.tokens).keys)
+        pending = pool.engine.begin_match(pool.prefix(PROMPT.tokens).keys)
         # The daemon answers in order: with this answer the one before it has been read too.
         match(pool, Prompt(2, 1)).release()
         previous_owner.channel.close()

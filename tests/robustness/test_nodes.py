@@ -98,7 +98,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert replay.failed[:2] == [0, 0], "engines of other nodes see misses, no errors"
     assert replay.failed[2] > 0
     assert replay.timed_out == 0
-    assert [pool.timeouts for pool in pools[:2]] == [0, 0]
+    assert [pool.engine.timeouts for pool in pools[:2]] == [0, 0]
 
     # Lost segments are computed again by the next request; the pool is complete without the dead node.
     survivors = Replay(pools[:2])
@@ -159,7 +159,7 @@ def test_a_frozen_node_stops_the_calls_in_flight_once() -> None:
         assert failures == []
         waited = total(asking, "tokenlake_peer_timeouts_total") - before
         assert 1 <= waited <= len(threads), "calls that began before the first timeout"
-        assert pools[0].timeouts == 0
+        assert pools[0].engine.timeouts == 0
         frozen.thaw()
         wait_until(lambda: all(read(pools[0], prompt) == 8 for prompt in PROMPTS), "all is found again")
         for pool in pools:
@@ -184,7 +184,7 @@ def test_a_node_is_frozen_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert replay.wrong == 0
     assert replay.failed[:2] == [0, 0]
     # The frozen node's own engine may have had a request and a heartbeat under way.
-    assert 1 <= pools[2].timeouts <= 2
+    assert 1 <= pools[2].engine.timeouts <= 2
     wait_until(lambda: total(cluster.nodes[0], "tokenlake_suspected_peers_total") >= 1, "it is SUSPECT")
     victim.thaw()
     wait_until(lambda: _answers(pools[2]), "its engine is served again")

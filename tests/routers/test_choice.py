@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store, wait_told, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, store, wait_told, wait_until
 from tests.routers.between import Between
 from tests.routers.scene import under_way
 from tests.server.control.scene import certificates, served, socket_of
@@ -172,18 +172,6 @@ def test_a_client_that_leaves_before_the_choice(two: Cluster, between: Between, 
     wait_until(lambda: under_way(two) == 0, "the daemon is told")
 
 
-def test_an_instance_that_was_not_asked_for_gets_no_request(
-    two: Cluster, between: Between, asker: Callable[..., Asker]
-) -> None:
-    router = asker(control=[str(between.socket)], deadline_ms=PATIENT_MS)
-    between.named = "http://elsewhere/v1"
-    for _ in range(2):
-        assert router.ask([1, 2]).outcome is Outcome.UNKNOWN
-    between.named = ""
-    assert router.ask([1, 2]).outcome is Outcome.CHOSEN
-    wait_until(lambda: under_way(two) == 0, "the daemon is told")
-
-
 def test_an_instance_at_an_unknown_node_has_no_prefix(
     two: Cluster, pools: list[Pool], asker: Callable[..., Asker]
 ) -> None:
@@ -220,22 +208,6 @@ def test_control_ports_with_certificates(
         assert refused.ask(tokens).outcome is Outcome.UNREACHABLE
     finally:
         refused.close()
-
-
-def test_a_pool_that_comes_back_is_asked_again(asker: Callable[..., Asker]) -> None:
-    with daemons(2) as cluster, cluster.connect(0, LAYOUT), cluster.connect(1, LAYOUT) as other:
-        router = asker(control=[str(socket_of(cluster.nodes[0]))], deadline_ms=1000)
-        tokens = stored(cluster, other)
-        assert router.ask(tokens).instance == B.base
-        cluster.nodes[0].kill()
-        lost = {router.ask(tokens).outcome for _ in range(3)}
-        assert lost <= {Outcome.UNREACHABLE, Outcome.LATE}
-        cluster.nodes[0].start()
-        cluster.wait_ready()
-        assert router.wait_chosen(tokens).outcome is Outcome.CHOSEN
-        tokens = stored(cluster, other)
-        wait_until(lambda: router.ask(tokens).instance == B.base, "its lookups find the other node")
-        wait_until(lambda: under_way(cluster) == 0, "all requests end")
 
 
 @pytest.mark.timeout(300)

@@ -32,11 +32,11 @@ def test_one_late_call_leaves_the_door_in_use() -> None:
     door.look()
     for _ in range(2):
         for _ in range(LATE_CALLS - 1):
-            door.late(DeadlinePassed("late"))
+            door.failed(DeadlinePassed("late"))
         assert door.usable
         door.start(pb.GetStartRequest())
     for _ in range(LATE_CALLS):
-        door.late(DeadlinePassed("late"))
+        door.failed(DeadlinePassed("late"))
     assert not door.usable
     door.look()
     assert door.usable

@@ -243,7 +243,7 @@ def test_stopping_in_the_middle_of_transfers() -> None:
         with cluster.connect(0, LAYOUT) as writer, cluster.connect(1, LAYOUT) as reader:
             for prompt in prompts:
                 store(writer, prompt)
-            pending = [reader.begin_match(reader.prefix(prompt.tokens).keys) for prompt in prompts]
+            pending = [reader.engine.begin_match(reader.prefix(prompt.tokens).keys) for prompt in prompts]
             leases = [each.wait() for each in pending]
             channel = reader.link.channel
             for lease in leases:

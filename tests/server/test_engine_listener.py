@@ -54,10 +54,10 @@ def test_another_layout_in_the_same_session(node: Node, cluster: Cluster) -> Non
     other = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 3}))
     with cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(LayoutRefused, match="'layers' is 3"):
-            Pool.connect(node.socket, other, session=pool.session, deadlines=PATIENT)
+            Pool.connect(node.socket, other, session=pool.engine.session, deadlines=PATIENT)
         same_size = Layout(**(msgspec.structs.asdict(LAYOUT) | {"weights_digest": "11"}))
         with pytest.raises(LayoutRefused, match="'weights_digest' is '11'"):
-            Pool.connect(node.socket, same_size, session=pool.session, deadlines=PATIENT)
+            Pool.connect(node.socket, same_size, session=pool.engine.session, deadlines=PATIENT)
         with pytest.raises(LimitReached, match="session 999999 does not exist"):
             Pool.connect(node.socket, LAYOUT, session=SessionId(999999), deadlines=PATIENT)
         with pytest.raises(LayoutRefused):
@@ -134,7 +134,7 @@ def test_a_daemon_without_free_descriptors_replies() -> None:
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         with pytest.raises(LimitReached, match="OpenRegion now: Too many open files"):
             pool.store(pool.prefix(prompt.tokens).keys)
-        assert pool.timeouts == 0
+        assert pool.engine.timeouts == 0
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
         assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
         assert read(pool, prompt) == 4

@@ -296,10 +296,10 @@ def test_a_tenant_takes_its_part_of_the_sessions_only(tenants: str) -> None:
         with pytest.raises(LimitReached, match="'max_sessions' of 8 sessions"):
             connect("blue")
         for _ in range(8 * PROCESSES_PER_SESSION // 2 - 4):
-            connect("red", red[0].session)
+            connect("red", red[0].engine.session)
         with pytest.raises(LimitReached, match="64 processes of tenant 'red' are connected, its part of 128"):
-            connect("red", red[0].session)
-        connect("blue", blue[0].session)
+            connect("red", red[0].engine.session)
+        connect("blue", blue[0].engine.session)
 
 
 def test_connections_without_a_hello(cluster: Cluster) -> None:

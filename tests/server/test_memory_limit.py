@@ -229,7 +229,7 @@ def churn(pool: Pool, seeds: Iterator[int]) -> None:
     seed = next(seeds)
     prompt = Prompt(seed, 64)
     prefix = pool.prefix(prompt.tokens)
-    contents = pool.contents(prefix, prompt.tokens, range(prompt.segments), MODEL)
+    contents = pool.engine.contents(prefix, prompt.tokens, range(prompt.segments), MODEL)
     pool.store_all(prefix.keys, prompt.fill, patience=1.0, hints=LOW, contents=contents)
     read(pool, Prompt(max(1, seed - 90), 64))
 

@@ -203,7 +203,7 @@ def test_segments_that_get_no_memory_are_named() -> None:
 def test_an_engine_is_a_session_with_processes(one: Cluster, node: Node) -> None:
     wait_until(lambda: total(node, "tokenlake_processes") == 0, "earlier ones left")
     with one.connect(0, LAYOUT) as scheduler, local(node) as control:
-        ranks = [Pool.connect(node.socket, LAYOUT, session=scheduler.session) for _ in range(2)]
+        ranks = [Pool.connect(node.socket, LAYOUT, session=scheduler.engine.session) for _ in range(2)]
         # A connection that has not joined a session is no process of an engine.
         with Raw(node.socket):
             wait_until(lambda: (control.status().engines, control.status().processes) == (1, 3), "they are shown")

@@ -29,9 +29,9 @@ def test_sessions_and_processes_are_limited(tmp_path: Path) -> None:
         first, second = cluster.connect(0, LAYOUT), cluster.connect(0, LAYOUT)
         with pytest.raises(LimitReached, match="'max_sessions' of 2"):
             Pool.connect(node.socket, LAYOUT, deadlines=PATIENT)
-        ranks = [Pool.connect(node.socket, LAYOUT, session=first.session, deadlines=PATIENT) for _ in range(30)]
+        ranks = [Pool.connect(node.socket, LAYOUT, session=first.engine.session, deadlines=PATIENT) for _ in range(30)]
         with pytest.raises(LimitReached, match="32 processes"):
-            Pool.connect(node.socket, LAYOUT, session=first.session, deadlines=PATIENT)
+            Pool.connect(node.socket, LAYOUT, session=first.engine.session, deadlines=PATIENT)
         for rank in ranks:
             rank.close()
         second.close()
@@ -89,7 +89,7 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
             Pool.connect(path, LAYOUT, f"{name}-token-0123456789", deadlines=PATIENT) for name in ("red", "blue")
         )
         with red, blue:
-            assert (red.tenant, blue.tenant) == ("red", "blue")
+            assert (red.engine.tenant, blue.engine.tenant) == ("red", "blue")
             store(red, prompt)
             keys = red.prefix(prompt.tokens).keys
             assert not set(keys) & set(blue.prefix(prompt.tokens).keys)
@@ -102,7 +102,7 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
             assert mapped["blue"]
             assert not mapped["red"] & mapped["blue"]
             with pytest.raises(Refused, match="another tenant"):
-                Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session, deadlines=PATIENT)
+                Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.engine.session, deadlines=PATIENT)
 
 
 def test_a_caller_that_names_no_tenant_is_told_how() -> None:

@@ -19,11 +19,11 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_bench.gpu.base import Rig, Row, device_named
 from tokenlake_client import Deadlines, Pool
 from tokenlake_client.engines.devices.base import Device
-from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
-from tokenlake_client.engines.vllm.device_copy import DeviceCopy
-from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart
-from tokenlake_client.engines.vllm.offloading.pages import DevicePages, PageTable, chunk_bytes
+from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.copies import DeviceCopy
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.match import MatchOptions
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
@@ -94,22 +94,26 @@ def _segments(device: Device, size: _Size, socket: Path, backend: str, order: st
 
     def copier(whole: Any) -> DeviceCopy:
         layers = [layer.permute(*np.argsort(axes).tolist()) for layer in whole.unbind(0)]
-        return DeviceCopy(layout, rank_shards(layout, 0, 1), stack_layers(layers, count, block_views(backend)), device)
+        stacks = stack_layers(layers, count, block_views(backend))
+        return DeviceCopy(BlockCache(layout, rank_shards(layout, 0, 1), stacks), device)
 
     out, into = copier(source), copier(target)
 
-    def numbers(index: int) -> range:
-        return range(index * per_segment, (index + 1) * per_segment)
+    def part(index: int) -> Part:
+        return Part(index, 0, 0, tuple(range(index * per_segment, (index + 1) * per_segment)))
+
+    def fill(index: int, slot: NDArray[np.uint8]) -> None:
+        out.to_slot(slot, part(index))
 
     def load(slots: list[NDArray[np.uint8]]) -> None:
         for index, slot in enumerate(slots):
-            into.from_slot(slot, numbers(index), 0)
+            into.from_slot(slot, part(index))
         into.finish()
 
     with Pool.connect(socket, layout, deadlines=PATIENT) as pool:
         keys = pool.prefix(list(range(size.segments * size.segment))).keys
         started = time.perf_counter()
-        pool.store_all(keys, lambda index, slot: out.to_slot(slot, numbers(index)), patience=30.0)
+        pool.store_all(keys, fill, patience=30.0)
         seconds = [time.perf_counter() - started]
         with pool.match(keys) as lease:
             for _ in range(2):
@@ -132,30 +136,30 @@ def _opaque(device: Device, size: _Size, socket: Path) -> Row:
         layers = [PageTable(layer, size.page) for layer in whole.unbind(0)]
         return [layers[:count] for count in size.groups]
 
+    out_cache, into_cache = PageCache(tables(source), chunk), PageCache(tables(target), chunk)
     layout = OpaqueLayout(
         model_id="gpu",
         weights_digest="random",
         engine="gpu",
         cache=f"pages of {size.page} bytes",
         shards=1,
-        shard_bytes=chunk_bytes(tables(source), chunk),
+        shard_bytes=out_cache.shard_bytes,
         segment_tokens=size.segment,
     )
     parts = [
-        ChunkPart(at, at % len(size.groups), 0, tuple(range(at * chunk, (at + 1) * chunk)))
-        for at in range(size.segments)
+        Part(at, at % len(size.groups), 0, tuple(range(at * chunk, (at + 1) * chunk))) for at in range(size.segments)
     ]
     loaded = [*parts[:-1], parts[-1]._replace(skip=chunk // 2, blocks=parts[-1].blocks[chunk // 2 :])]
     for part in loaded:
         for layer in range(size.groups[part.group]):
             expected[layer, part.blocks] = contents.reshape(shape)[layer, part.blocks]
-    out, into = DevicePages(tables(source), chunk, device), DevicePages(tables(target), chunk, device)
+    out, into = DeviceCopy(out_cache, device), DeviceCopy(into_cache, device)
 
     def fill(index: int, slot: NDArray[np.uint8]) -> None:
         out.to_slot(slot, parts[index])
 
     with Pool.connect(socket, layout, deadlines=PATIENT) as pool:
-        keys = pool.opaque_keys([(part.group, part.chunk.to_bytes(32, "big")) for part in parts])
+        keys = pool.opaque_keys([(part.group, part.segment.to_bytes(32, "big")) for part in parts])
         started = time.perf_counter()
         pool.store_all(keys, fill, patience=30.0)
         seconds = [time.perf_counter() - started]
@@ -163,6 +167,7 @@ def _opaque(device: Device, size: _Size, socket: Path) -> Row:
             for _ in range(2):
                 started = time.perf_counter()
                 moved = sum(map(into.from_slot, lease.fetch(), loaded))
+                into.finish()
                 seconds.append(time.perf_counter() - started)
     right = np.array_equal(bytes_of(stream, target), expected.ravel())
     return _row("opaque, two groups", right, moved, seconds)

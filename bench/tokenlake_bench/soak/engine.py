@@ -61,7 +61,7 @@ class SoakEngine:
         self._rate = rate
         self._wrong_file = wrong_file
         self._draw = random.Random(f"{name} {seed}")
-        self._identity = PayloadIdentity(seed, pool.tenant, pool.layout.fingerprint())
+        self._identity = PayloadIdentity(seed, pool.engine.tenant, pool.layout.fingerprint())
         self._client = LiveClient(pool, seed, window=8)
         self._held: list[_Held] = []
         self._counts: Counter[str] = Counter()
@@ -129,7 +129,7 @@ class SoakEngine:
         self._compare("copy", prompt, list(out[:copied]), digests)
 
     def _cancel(self, prompt: Prompt) -> None:
-        self._pool.begin_match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S).cancel()
+        self._pool.engine.begin_match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S).cancel()
 
     def _abort(self, prompt: Prompt) -> None:
         write = self._pool.store(self._pool.prefix(prompt.tokens).keys)

@@ -19,6 +19,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 BILLING_HEADER = "x-anthropic-billing-header"
 """vLLM drops a line that begins like this from a system message."""
 MAX_TEMPLATES = 32
+PROBE = "tokenlake probe"
+"""A text that no template has."""
 
 
 class NotRendered(TokenLakeError):
@@ -54,7 +56,7 @@ def _texts(content: object) -> Iterator[dict[str, Any]]:
     """The parts of a content, each with its text."""
     if content is None:
         return
-    for part in [content] if isinstance(content, str) else content if isinstance(content, list) else [content]:
+    for part in content if isinstance(content, list) else [content]:
         if isinstance(part, str):
             yield {"type": "text", "text": part}
         elif isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
@@ -98,59 +100,14 @@ def tools_for_template(tools: Iterable[Mapping[str, Any]] | None) -> list[dict[s
 
 @lru_cache(maxsize=MAX_TEMPLATES)
 def takes_parts(template: str) -> bool:
-    """True if a chat template loops over the parts of a content, so that vLLM gives it contents as lists of parts."""
-    from jinja2 import nodes
+    """True if a chat template loops over the parts of a content, so that vLLM gives it contents as lists of parts:
+    rendered with a list, it gives the texts of the parts, and neither the list itself nor an error."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    tree = _compile_jinja_template(template).environment.parse(template)
-
-    def plain(node: object) -> object:
-        """The node without filters, tests and slices."""
-        while isinstance(node, nodes.Filter | nodes.Test) or (
-            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
-        ):
-            node = node.node
-        return node
-
-    def is_of(node: object, name: str, field: str | None = None) -> bool:
-        """True for the variable, or for its field."""
-        node = plain(node)
-        if field is not None:
-            if isinstance(node, nodes.Getattr):
-                found: object = node.attr
-            elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-                found = node.arg.value
-            else:
-                return False
-            if found != field:
-                return False
-            node = node.node
-        return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
-
-    lists = ["messages"]
-    for name in lists:  # grows while it is read
-        for assign in tree.find_all(nodes.Assign):
-            target = assign.target
-            if isinstance(target, nodes.Name) and target.name not in lists and is_of(assign.node, name):
-                lists.append(target.name)
-    loops = list(tree.find_all(nodes.For))
-    named = [(loop, loop.target.name) for loop in loops if isinstance(loop.target, nodes.Name)]
-    messages = [name for loop, name in named if any(is_of(loop.iter, each) for each in lists)]
-    in_macros: dict[int, set[str]] = {}
-    """By loop in a macro, the parameters that are given the content of a message."""
-    for macro in tree.find_all(nodes.Macro):
-        given: set[str] = set()
-        for call in tree.find_all(nodes.Call):
-            if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
-                continue
-            pairs = [(parameter.name, value) for parameter, value in zip(macro.args, call.args, strict=False)]
-            pairs += [(each.key, each.value) for each in call.kwargs if isinstance(each, nodes.Keyword)]
-            given |= {name for name, value in pairs if any(is_of(value, each, "content") for each in messages)}
-        for loop in macro.find_all(nodes.For):
-            in_macros[id(loop)] = given
-    for loop in loops:
-        if any(is_of(loop.iter, each, "content") for each in messages):
-            return True
-        if isinstance(loop.iter, nodes.Name) and loop.iter.name in in_macros.get(id(loop), {"content"}):
-            return True
-    return False
+    content = [{"type": "text", "text": PROBE}]
+    messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+    try:
+        text = _compile_jinja_template(template).render(messages=messages, bos_token="", eos_token="")
+    except Exception:  # of the template, such as a list that is added to a text
+        return False
+    return PROBE in text and "[{" not in text.partition(PROBE)[0]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unreachable
 from tokenlake_client.routers.doors import Door, Doors, Place
 from tokenlake_client.routers.settings import RouterSettings
-from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
+from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
 MAX_TOKENS = 1 << 18
@@ -85,7 +85,7 @@ class Chooser:
         """Starts to connect in the background."""
         self._settings = settings
         self._deadline_s = settings.deadline_ms / 1e3
-        self._tokens: Tokens = LocalTokenizer(settings.tokenizer) if settings.tokenizer else RemoteTokenizer()
+        self._tokens = LocalTokenizer(settings.tokenizer) if settings.tokenizer else RemoteTokenizer()
         self._doors = Doors(settings, self._door_changed)
         self._calls = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenlake-router")
         self._under_way: OrderedDict[str, _UnderWay] = OrderedDict()
@@ -123,7 +123,7 @@ class Chooser:
                 request_salt=salt,
             )
             async with asyncio.timeout_at(until):
-                call = self._calls.submit(self._doors.start, place, instances, message, list(instances))
+                call = self._calls.submit(self._doors.start, place, instances, message)
                 chosen = (await asyncio.wrap_future(call)).chosen
             if chosen.instance not in instances:
                 reason = f"{place.door.name} named the unknown instance {chosen.instance!r}"

@@ -1,5 +1,5 @@
-"""The control planes that a router asks. A thread in the background connects to them and reads the layouts of their
-engines, so that no request waits for a connection; another one sends reports."""
+"""The control planes that a router asks. A thread in the background connects to them, reads the layouts of their
+engines and sends reports, so that no request waits for a connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenlake.config import Address, Peer
-from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.errors import DeadlinePassed, LayoutRefused, Refused, TokenLakeError, Unreachable
 from tokenlake.layout import Layout
 from tokenlake.wire.local_socket import DEFAULT_NODE, sockets_to_try
 from tokenlake_client.control import Certificates, Control
@@ -40,9 +40,21 @@ class Place(NamedTuple):
     layout: Layout
     fingerprint: bytes
 
+    def fleet(self, name: str, instances: Mapping[str, str] = {}) -> pb.Fleet:
+        """The fleet `name` of this model. `instances`: the node of each."""
+        return pb.Fleet(
+            name=name,
+            instances=instances,
+            layers=self.layout.layers,
+            segment_bytes=self.layout.segment_bytes,
+            segment_tokens=self.layout.segment_tokens,
+            # For plans only.
+            query_bytes=1,
+        )
+
 
 class Door:
-    """The connection to one control plane, and the layouts that it has reported."""
+    """The connection to one control plane, the layouts that it has reported, and the reports that wait for it."""
 
     def __init__(self, name: str, connect: Callable[[], Control]) -> None:
         """`name`: for the log. `connect`: opens a connection, which this object then owns."""
@@ -54,8 +66,16 @@ class Door:
         self.usable = False
         """True if the layouts were read with success and no call has failed since."""
         self.problem = "it was not asked yet"
+        self.reports: deque[tuple[Place, pb.Happened]] = deque(maxlen=MAX_REPORTS)
         self._late = 0
         """Number of the calls that were late since the last one that was not."""
+
+    @property
+    def control(self) -> Control:
+        """The connection. Raises `Unreachable` where there is none."""
+        if self._control is None:
+            raise Unreachable(f"{self.name}: not connected")
+        return self._control
 
     def look(self) -> None:
         """Connect if there is no connection, and read the layouts. Never raises."""
@@ -64,38 +84,39 @@ class Door:
                 self._control = self._connect()
             self.layouts = tuple(_known(self._control.layouts()))
         except TokenLakeError as error:
+            self.usable = False
             self.failed(error)
         else:
             self.usable = True
 
     def failed(self, error: Exception) -> None:
-        """Record that a call failed: the control plane is not asked until a look succeeds."""
-        self.problem = str(error) or "it did not answer in time"
-        self.usable = False
-        self._late = 0
-
-    def late(self, error: DeadlinePassed) -> None:
-        """Record that a call was late. One may be late because of its own request: the control plane is not asked any
-        more after `LATE_CALLS` of them in a row."""
-        self._late += 1
-        if self._late >= LATE_CALLS:
-            self.failed(error)
+        """Record that a call failed: the control plane is not asked until a look succeeds. One call may be late because
+        of its own request: only `LATE_CALLS` of them in a row are a failure."""
+        self._late += isinstance(error, DeadlinePassed) and self.usable
+        if not isinstance(error, DeadlinePassed) or self._late >= LATE_CALLS or not self.usable:
+            self.problem = str(error) or "it did not answer in time"
+            self.usable, self._late = False, 0
 
     def start(self, message: pb.GetStartRequest) -> pb.GetStartResponse:
         """Ask where a request starts soonest. Raises `Unreachable` and `Refused`."""
-        control = self._control
-        if control is None:
-            raise Unreachable(f"{self.name}: not connected")
-        reply = control.start(message)
+        reply = self.control.start(message)
         self._late = 0
         return reply
 
-    def report(self, message: pb.ReportRequest) -> None:
-        """Send reports. Raises `Unreachable` and `Refused`."""
-        control = self._control
-        if control is None:
-            raise Unreachable(f"{self.name}: not connected")
-        control.report(message)
+    def send(self, fleet: str) -> None:
+        """Send the reports that wait. Raises `Unreachable`; reports that were not sent wait further."""
+        while self.reports:
+            place = self.reports[0][0]
+            batch: list[pb.Happened] = []
+            while self.reports and len(batch) < AT_ONCE and self.reports[0][0].fingerprint == place.fingerprint:
+                batch.append(self.reports.popleft()[1])
+            try:
+                # A daemon that was started again knows nothing of these requests, and refuses their reports.
+                with contextlib.suppress(Refused):
+                    self.control.report(pb.ReportRequest(fleet=place.fleet(fleet), happened=batch))
+            except Unreachable:
+                self.reports.extendleft((place, each) for each in reversed(batch))
+                raise
 
     def close(self) -> None:
         """End the connection."""
@@ -105,29 +126,23 @@ class Door:
             control.close()
 
 
-class _Report(NamedTuple):
-    place: Place
-    happened: pb.Happened
-
-
 class Doors:
     """All control planes of the settings, and the reports to them. Thread-safe."""
 
     def __init__(self, settings: RouterSettings, changed: Callable[[Door], None] = lambda door: None) -> None:
-        """Starts the threads. `changed`: called in a thread after a door began or ceased to be usable."""
+        """Starts the thread. `changed`: called in any thread after a door began or ceased to be usable."""
         self._fleet = settings.fleet
         self._lookup_s = settings.deadline_ms / 1e3 / 2
         self._changed = changed
         self.doors = tuple(_doors_of(settings))
-        self._reports: deque[_Report] = deque(maxlen=MAX_REPORTS)
         self._lock = threading.Lock()
         self._told: dict[Door, bool] = {}
-        self._waiting = threading.Event()
-        self._closed = threading.Event()
-        self._doubt = threading.Event()
-        """A call was late: look at the doors at once."""
-        for work in (self._look, self._send):
-            threading.Thread(target=work, name=f"tokenlake-router{work.__name__}", daemon=True).start()
+        self._wake = threading.Event()
+        """Set when reports wait, a call failed, or the doors close."""
+        self._closed = False
+        self._doubt = True
+        """True: look at the doors at once."""
+        threading.Thread(target=self._run, name="tokenlake-router", daemon=True).start()
 
     def find(self, weights: str | None) -> Place:
         """The first door that is usable and knows the layout of a model. `weights`: the weights digest of its engines,
@@ -138,14 +153,11 @@ class Doors:
             if not door.usable:
                 continue
             known = door.layouts
-            if weights is not None:
-                found = [each for each in known if each[1].weights_digest.startswith(weights)]
-            elif len({layout.weights_digest for _, layout in known}) <= 1:
-                found = list(known)
-            else:
+            if weights is None and len({layout.weights_digest for _, layout in known}) > 1:
                 names = ", ".join(f"{each.model_id} {each.weights_digest[:12]}" for _, each in known)
                 reason = reason or f"the pool has engines of several models ({names}), and the deployment names none"
                 continue
+            found = [each for each in known if each[1].weights_digest.startswith(weights or "")]
             if found:
                 fingerprint, layout = found[-1]
                 return Place(door, layout, fingerprint)
@@ -154,37 +166,43 @@ class Doors:
             raise LayoutRefused(reason)
         raise Unreachable("; ".join(f"{door.name}: {door.problem}" for door in self.doors))
 
-    def start(
-        self, place: Place, instances: Mapping[str, str], prompt: pb.Prompt, among: Sequence[str]
-    ) -> pb.GetStartResponse:
-        """Ask where a request starts soonest, and count it as sent there. `instances`: the node of each. Blocks for at
-        most the deadline of the settings. Raises `Unreachable`, after which the door is not asked until it is usable
-        again, and `Refused`. A door that is late is asked until a look finds that it answers no other question either,
-        or until it was late for several requests in a row: one of them may take long by itself. After an error the
-        daemon may have counted the request all the same."""
+    def start(self, place: Place, instances: Mapping[str, str], prompt: pb.Prompt) -> pb.GetStartResponse:
+        """Ask at which of the `instances` a request starts soonest, and count it as sent there. `instances`: the node
+        of each. Blocks for at most the deadline of the settings. Raises `Unreachable`, after which the door is not
+        asked until it is usable again, and `Refused`. A door that is late is asked until a look finds that it answers
+        no other question either, or until it was late for several requests in a row: one of them may take long by
+        itself. After an error the daemon may have counted the request all the same."""
         message = pb.GetStartRequest(
-            fleet=self._message(place, instances),
+            fleet=place.fleet(self._fleet, instances),
             prompt=prompt,
-            among=among,
+            among=list(instances),
             send=True,
             deadline_s=self._lookup_s,
         )
         try:
             return place.door.start(message)
         except Unreachable as error:
-            self._failed(place, error)
+            self._failed(place.door, error)
             raise
 
-    def _failed(self, place: Place, error: Unreachable) -> None:
-        """Record that a call failed: its door is not asked until a look in the background succeeds. A call that was
-        late only begins that look."""
-        if isinstance(error, DeadlinePassed):
-            place.door.late(error)
-            if place.door.usable:
-                self._doubt.set()
-        else:
-            place.door.failed(error)
-        self._tell(place.door)
+    def report(self, place: Place, happened: pb.Happened) -> None:
+        """Queue a report to the daemon, which the thread sends. Never blocks."""
+        place.door.reports.append((place, happened))
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread and the connections."""
+        self._closed = True
+        self._wake.set()
+
+    # -- inside
+
+    def _failed(self, door: Door, error: Unreachable) -> None:
+        door.failed(error)
+        self._tell(door)
+        if door.usable:
+            self._doubt = True
+            self._wake.set()
 
     def _tell(self, door: Door) -> None:
         """Call `changed` if the control plane became usable or unusable since the last call of `changed` for it."""
@@ -195,75 +213,27 @@ class Doors:
             self._told[door] = usable
         self._changed(door)
 
-    def report(self, place: Place, happened: pb.Happened) -> None:
-        """Queue a report to the daemon, which a background thread sends. Never blocks."""
-        self._reports.append(_Report(place, happened))
-        self._waiting.set()
-
-    def close(self) -> None:
-        """End the threads and the connections."""
-        self._closed.set()
-        self._waiting.set()
-        self._doubt.set()
-
-    # -- the threads
-
-    def _look(self) -> None:
-        while not self._closed.is_set():
-            self._doubt.clear()
+    def _run(self) -> None:
+        look_at = 0.0
+        while not self._closed:
+            if self._doubt or time.monotonic() >= look_at:
+                self._doubt = False
+                for door in self.doors:
+                    door.look()
+                    self._tell(door)
+                look_at = time.monotonic() + REFRESH_S
             for door in self.doors:
-                door.look()
-                self._tell(door)
-            self._doubt.wait(REFRESH_S)
+                try:
+                    if door.usable:
+                        door.send(self._fleet)
+                except TokenLakeError as error:
+                    door.failed(error)
+                    self._tell(door)
+            if self._wake.wait(max(0.0, look_at - time.monotonic())):
+                self._wake.clear()
+                time.sleep(LINGER_S)
         for door in self.doors:
             door.close()
-
-    def _send(self) -> None:
-        while not self._closed.is_set():
-            self._waiting.wait()
-            self._waiting.clear()
-            time.sleep(LINGER_S)
-            late: list[_Report] = []
-            while self._reports and not self._closed.is_set():
-                batch = [self._reports.popleft() for _ in range(min(AT_ONCE, len(self._reports)))]
-                late += self._send_batch(batch)
-            self._reports.extendleft(reversed(late[-MAX_REPORTS:]))
-            if late and not self._closed.wait(REFRESH_S):
-                self._waiting.set()
-
-    def _send_batch(self, batch: Sequence[_Report]) -> list[_Report]:
-        """Send some reports. Returns those whose daemon cannot be reached now."""
-        late: list[_Report] = []
-        by_place: dict[tuple[int, bytes], list[_Report]] = {}
-        for each in batch:
-            by_place.setdefault((id(each.place.door), each.place.fingerprint), []).append(each)
-        for reports in by_place.values():
-            place = reports[0].place
-            if not place.door.usable:
-                late += reports
-                continue
-            message = pb.ReportRequest(fleet=self._message(place, {}), happened=[each.happened for each in reports])
-            try:
-                place.door.report(message)
-            except Unreachable as error:
-                self._failed(place, error)
-                late += reports
-            except (Refused, ProtocolRefused):
-                # A daemon that was started again knows nothing of these requests.
-                continue
-        return late
-
-    def _message(self, place: Place, instances: Mapping[str, str]) -> pb.Fleet:
-        layout = place.layout
-        return pb.Fleet(
-            name=self._fleet,
-            instances=instances,
-            layers=layout.layers,
-            segment_bytes=layout.segment_bytes,
-            segment_tokens=layout.segment_tokens,
-            # For plans only.
-            query_bytes=1,
-        )
 
 
 def _known(listed: Sequence[pb.Layout]) -> Iterator[tuple[bytes, Layout]]:
@@ -275,22 +245,16 @@ def _known(listed: Sequence[pb.Layout]) -> Iterator[tuple[bytes, Layout]]:
                 yield each.fingerprint, Layout.decode(each.encoded)
 
 
-def _doors_of(settings: RouterSettings) -> list[Door]:
+def _doors_of(settings: RouterSettings) -> Iterator[Door]:
     """The doors of the settings, without a connection."""
     call_s = settings.deadline_ms / 1e3
-    doors = []
-    for at in settings.control or _default_controls():
+    # Without a setting, the control sockets of a daemon with the default name, of this user and of the system.
+    sockets = sockets_to_try(os.environ, DEFAULT_NODE, os.getuid())
+    for at in settings.control or [socket.removesuffix(".sock") + ".control" for socket in sockets]:
         if isinstance(at, Peer):
             files = Certificates(Path(settings.certificate), Path(settings.key), Path(settings.ca))
             address = str(Address(at.host, at.port))
             connect = partial(Control.connect, address, at.name, files, settings.credential, call_s=call_s)
         else:
             connect = partial(Control.local, at, settings.credential, daemon_uid=settings.daemon_uid, call_s=call_s)
-        doors.append(Door(str(at), connect))
-    return doors
-
-
-def _default_controls() -> list[str]:
-    """The control sockets of a daemon with the default name, of this user and of the system."""
-    sockets = sockets_to_try(os.environ, DEFAULT_NODE, os.getuid())
-    return [socket.removesuffix(".sock") + ".control" for socket in sockets]
+        yield Door(str(at), connect)

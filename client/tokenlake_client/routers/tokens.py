@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -68,19 +68,6 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 _PROBE = Prompt({"messages": [{"role": "user", "content": "a"}]})
-
-
-class Tokens(Protocol):
-    """A tokenizer."""
-
-    async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
-        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. `until`: the
-        deadline, by the clock of the event loop. Raises `TokenizerFailed`, and TimeoutError at the deadline."""
-        ...
-
-    async def close(self) -> None:
-        """End the connections and threads."""
-        ...
 
 
 class _Reply(msgspec.Struct):
@@ -155,7 +142,8 @@ class RemoteTokenizer:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
-        """See `Tokens.tokens`."""
+        """The tokens of the prompt, 4 bytes each, little-endian. `instances`: servers of its model. `until`: the
+        deadline, by the clock of the event loop. Raises `TokenizerFailed`, and TimeoutError at the deadline."""
         if prompt.ids:
             return _packed(prompt.ids)
         now = time.monotonic()
@@ -246,7 +234,7 @@ class LocalTokenizer:
         """Measured; 0: not yet. Only for the thread."""
 
     async def tokens(self, prompt: Prompt, instances: Sequence[Instance], until: float) -> bytes:
-        """See `Tokens.tokens`."""
+        """As `RemoteTokenizer.tokens`."""
         if prompt.ids:
             return _packed(prompt.ids)
         loop = asyncio.get_running_loop()

@@ -108,26 +108,6 @@ def test_files_that_are_replaced_while_vllm_has_the_adapter(engines: Three, tmp_
     assert hit(second, tokens, old) == (expected[old], 768)
 
 
-def test_tokens_of_replaced_files_in_vllms_own_cache(engines: Three, tmp_path: Path) -> None:
-    """vLLM continues from its own cache, which has results of the former files. They are stored under no key of the new
-    ones."""
-    tokens = prompt(1600, 55)
-    directory, new = save_adapter(tmp_path / "adapter", TINY, seed=6), save_adapter(tmp_path / "new", TINY, seed=7)
-    expected = engines.plain.generate([tokens], adapter=new)
-    first, second = engines.first, engines.second
-    assert hit(first, tokens[:800], directory)[1] == 0
-    shutil.copytree(new, directory, dirs_exist_ok=True)
-    assert first.call("load_adapter", directory=str(directory))
-    before = first.call("counts")
-    first.generate([tokens], adapter=directory)
-    assert first.call("flush")
-    after = first.call("counts")
-    assert after["tokens_local"] > before["tokens_local"]
-    assert after["tokens_stored"] == before["tokens_stored"]
-    assert hit(second, tokens, new) == (expected, 0)
-    assert hit(first, tokens, directory) == (expected, 1536)
-
-
 def test_an_adapter_that_cannot_be_read(engines: Three, tmp_path: Path) -> None:
     """The files are gone after vLLM has loaded them."""
     tokens = prompt(800, 54)

@@ -16,9 +16,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.engines.vllm.conftest import TINY
 from tests.engines.vllm.test_identity import configured
+from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.vllm import connector as known
+from tokenlake_client.engines.vllm import patches, side
 from tokenlake_client.engines.vllm.offloading import connector as opaque
+from tokenlake_client.engines.vllm.patches import ADAPTERS, OFFLOADING, VERSION, Patch, apply
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +48,7 @@ def broken(*_: object, **__: object) -> Any:
 def test_a_scheduler_side_that_cannot_be_opened(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine starts where the scheduler's side cannot be opened, and tells the daemon why it goes without it."""
     told: list[str] = []
-    monkeypatch.setattr(known, "declined", lambda socket, daemon_uid, reason: told.append(reason))
+    monkeypatch.setattr(side, "declined", lambda socket, daemon_uid, reason: told.append(reason))
     ended: list[Connection] = []
     monkeypatch.setattr(Connection, "close", lambda connection: ended.append(connection))
     monkeypatch.setattr(known, "SchedulerSide", broken)
@@ -60,11 +63,12 @@ def test_a_scheduler_side_that_cannot_be_opened(arguments: Any, monkeypatch: pyt
 def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[object] = []
     monkeypatch.setattr(OffloadingConnector, "on_new_request", lambda connector, request: arrived.append(request))
-    monkeypatch.setattr(opaque, "stats_of", broken)
+    monkeypatch.setattr(side, "stats_of", broken)
     connector = opaque.OpaqueLayoutConnector(*arguments)
     try:
-        epochs: list[bool] = []
-        monkeypatch.setattr(connector._manager, "new_epoch", lambda *, empty: epochs.append(empty))
+        epochs: list[str] = []
+        assert connector._manager is not None
+        monkeypatch.setattr(connector._manager.chunks, "new_weights", epochs.append)
         request = SimpleNamespace(request_id="r", lora_request=None, mm_features=())
         connector.on_new_request(request)
         assert arrived == [request], "vLLM's own connector sees the request"
@@ -72,7 +76,40 @@ def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: py
         assert connector.get_kv_connector_stats() is None
         connector.bind_gpu_block_pool(object())
         assert connector.reset_cache() is False
-        assert epochs[-1] is False, "the weights may have changed"
+        assert epochs, "the weights may have changed"
         assert connector.counts.failures == 4
     finally:
         connector.shutdown()
+
+
+# -- methods of vLLM that are replaced
+
+
+@pytest.mark.parametrize("group", [VERSION, ADAPTERS, OFFLOADING])
+def test_this_vllm_has_all_methods_that_are_replaced(group: tuple[Patch, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it lacks one of a group, none is replaced."""
+
+    def methods() -> list[Any]:
+        return [getattr(patches._named(patch.owner), patch.method) for patch in group]
+
+    before = methods()
+    for patch, method in zip(group, before, strict=True):
+        monkeypatch.setattr(patches._named(patch.owner), patch.method, method)
+    lacking = group[-1]._replace(method="it_was_renamed")
+    assert not apply((*group, lacking))
+    assert not apply((*group, lacking._replace(owner="vllm.gone:Class")))
+    assert methods() == before
+    assert apply(group)
+    replaced = methods()
+    assert apply(group), "a second call changes nothing"
+    assert methods() == replaced
+
+
+def test_what_goes_without_the_pool_if_they_are_lacking(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side, "apply", lambda group: False)
+    assert side.Side({}).adapters(object(), "float32") is None
+    request = SimpleNamespace(lora_request=object(), mm_features=())
+    assert "LoRA adapters" in str(side.not_served(request, None))
+    monkeypatch.setattr("tokenlake_client.engines.vllm.offloading.spec.apply", lambda group: False)
+    with pytest.raises(LayoutRefused, match="lacks a method of OffloadingConnector"):
+        opaque.OpaqueLayoutConnector(*arguments)

@@ -176,19 +176,6 @@ def test_a_corrupt_tail(fleet: Fleet, plain: Engine, cluster: Cluster) -> None:
         assert fleet.near.call("forget")
 
 
-def test_fields_of_another_prompt(fleet: Fleet, plain: Engine) -> None:
-    tokens, other = prompt(700, 82), [*prompt(700, 82)[:-1], 3]
-    fields = computed(fleet.prefill, tokens, PREFILL)
-    assert fleet.prefill.call("flush")
-    for decoder in fleet.decoders:
-        before = counts(decoder)
-        assert decoder.timed([other], params=fields).tokens == plain.generate([other])
-        assert counts(decoder)["failures"] == before["failures"]
-        assert growth(decoder, before)[:2] == (0, 1)
-        assert "name segments with other keys than this engine's" in decoder.log.read_text()
-        assert decoder.timed([tokens], params={**fields, "remote_block_ids": ["x"]}).tokens == plain.generate([tokens])
-
-
 def test_an_aborted_request_moves(fleet: Fleet, plain: Engine) -> None:
     """The second engine computes at most one segment, also where the first has not stored the last one yet."""
     for first in (fleet.prefill, fleet.slow):

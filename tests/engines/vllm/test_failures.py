@@ -104,18 +104,6 @@ def test_corrupt_segments_are_recomputed(
     engine.call("forget")
 
 
-def test_unchecked_corrupt_segments_change_the_tokens(
-    start: Callable[..., Engine], plain: Engine, cluster: Cluster
-) -> None:
-    """The control: without verification the engine computes with the corrupt segments that it loads."""
-    engine = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
-    tokens = prompt(1000, 4)
-    expected = plain.generate([tokens])[0]
-    assert until_hit(engine, tokens) == expected
-    assert spoil(cluster, engine, tokens) == 3
-    assert engine.generate([tokens])[0] != expected
-
-
 @pytest.mark.parametrize("kind", ["behind", "waiting"])
 def test_the_owner_is_killed_during_a_load(
     kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 TIMEOUT_S = 60.0
 CALLS = (
     "Pool.prefix",
-    "Pool.begin_match",
+    "EngineCalls.begin_match",
     "Pool.hint",
-    "Pool.attach",
+    "EngineCalls.attach",
     "Pool.store_all",
     "Pool.connected",
-    "Pool.session",
+    "EngineCalls.session",
     "PendingMatch.poll",
     "Lease.fetch",
     "Lease.release",

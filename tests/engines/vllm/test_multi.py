@@ -87,17 +87,6 @@ def test_no_connector_answers_for_another_engine(multi: Engine, plain: Engine) -
     assert "no prompt is handed over to another engine: the connector is within" in multi.log.read_text()
 
 
-def test_many_at_once(multi: Engine, plain: Engine) -> None:
-    many = [prompt(600 + 37 * seed, 10 + seed) for seed in range(6)]
-    expected = [plain.generate([tokens], 20)[0] for tokens in many]
-    assert multi.generate(many, 20) == expected
-    assert multi.call("flush")
-    assert multi.call("forget")
-    before = multi.call("counts")["tokens_hit"]
-    assert multi.generate(many, 20) == expected
-    assert multi.call("counts")["tokens_hit"] - before == sum(len(tokens) // 256 * 256 for tokens in many)
-
-
 def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: Cluster) -> None:
     tokens = prompt(1000, 3)
     expected = plain.generate([tokens])[0]

@@ -188,17 +188,6 @@ def test_corrupt_segments(run: Run) -> None:
 
 
 @TWO_FAMILIES
-def test_a_daemon_that_was_killed(run: Run) -> None:
-    assert run.until_hit(run.first, 3)
-    run.first.call("forget")
-    run.cluster.nodes[0].kill()
-    assert run.tokens(run.first, 3) == 0
-    run.cluster.nodes[0].start()
-    run.cluster.wait_ready()
-    assert run.until_hit(run.first, 3)
-
-
-@TWO_FAMILIES
 def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
     run.first.call("forget")
@@ -233,7 +222,7 @@ def test_an_error_within_a_hook_does_not_reach_vllm(run: Run, call: str) -> None
 
 
 @ONE_FAMILY
-@pytest.mark.parametrize("call", ["Pool.attach", "Lease.fetch", "Pool.opaque_keys", "Pool.begin_match"])
+@pytest.mark.parametrize("call", ["EngineCalls.attach", "Lease.fetch", "Pool.opaque_keys", "EngineCalls.begin_match"])
 def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
     assert run.until_hit(run.second, 5)
     run.second.call("forget")
@@ -246,7 +235,7 @@ def test_a_call_of_the_pool_that_fails(run: Run, call: str) -> None:
     counts = run.second.call("counts")
     assert counts["failures"] > before["failures"]
     # The scheduler's side counts a failed load, and so does the rank.
-    assert counts["loads_failed"] - before["loads_failed"] == 2 * (call in ("Pool.attach", "Lease.fetch"))
+    assert counts["loads_failed"] - before["loads_failed"] == 2 * (call in ("EngineCalls.attach", "Lease.fetch"))
     assert run.until_hit(run.second, 5) == run.case.cached
 
 

@@ -133,21 +133,6 @@ def test_segments_of_another_node(plain: Engine, here: Engine, there: Engine, cl
     check_control(cluster, there, tokens, expected)
 
 
-def test_a_node_that_dies_before_its_segments_are_fetched(plain: Engine, here: Engine, there: Engine) -> None:
-    """The tokens are computed, and the lost load is counted."""
-    before = there.call("counts")["loads_failed"]
-    there.call("plant", call="Lease.fetch", error="Unreachable")
-    try:
-        for tokens, expected in stored(plain, here, 30):
-            assert again(there, tokens).tokens == expected
-            if there.call("counts")["loads_failed"] > before:
-                break
-    finally:
-        there.call("plant", call="", error="")
-    assert there.call("counts")["loads_failed"] == before + 1
-    check_hit(there, tokens, expected)
-
-
 def test_no_prompt_is_handed_over(plain: Engine, here: Engine) -> None:
     tokens = prompt(700, 4)
     expected = plain.generate([tokens])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,13 +190,3 @@ def test_the_page_of_an_engine(start: Callable[..., Engine], plain: Engine, clus
     tiers = {"device": local, "host": 512, "p2p": 512, "external_unspecified": 0, "disk": 0}
     assert {tier: page[f'{cached}{{source="{tier}"}}'] for tier in tiers} == tiers
     assert page["vllm:external_prefix_cache_hits_total"] == 1024
-    # So do the daemons. The engine on the other node has asked for the first prompt.
-    until = time.monotonic() + 20
-    while (counted := cluster.tokens())["asked"] < 700 + 700 + 3 * 600 and time.monotonic() < until:
-        time.sleep(0.02)
-    assert {name: counted[name] for name in ("asked", "local", "fetched", "engine_had")} == {
-        "asked": 700 + 700 + 3 * 600,
-        "local": 512,
-        "fetched": 512,
-        "engine_had": local,
-    }

@@ -137,14 +137,3 @@ def test_a_running_request_stores_nothing_wrong(
     before = hits(changing)
     assert changing.generate([longer])[0] == fresh.generate([longer])[0]
     assert hits(changing) - before == (HIT if preempt else 0)
-
-
-def test_a_request_that_keeps_its_blocks_is_not_stored(model: Path, trained: Path, changing: Engine) -> None:
-    assert changing.call("reset", how="reset")
-    changing.call("reload", directory=str(model), version=None)
-    assert changing.call("flush")
-    before = changing.call("counts")["tokens_stored"]
-    changing.call("interrupted", prompt=prompt(300, 80), tokens=600, directory=str(trained), preempt=False)
-    assert changing.call("flush")
-    # 300 tokens and 300 of the answer were computed before the change: two segments.
-    assert changing.call("counts")["tokens_stored"] - before == 512

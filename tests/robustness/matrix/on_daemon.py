@@ -86,7 +86,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
         before = at.found()
         proxy = at.proxy(0)
         mine = at.engine(0, "engine that is cut off", proxy)
-        session = mine.pool.session
+        session = mine.pool.engine.session
         lease = match(mine.pool, at.prompts[0])
         arrays = lease.fetch()
 
@@ -97,7 +97,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
                 proxy.fault = fault
                 wait_until(lambda made=made: proxy.done == made, "the connection is cut")  # type: ignore[misc]
                 wait_until(mine.answered, "it is connected again")
-        assert mine.pool.session == session, "its session goes on"
+        assert mine.pool.engine.session == session, "its session goes on"
         mine.check(at.prompts[0], arrays)
         mine.check(at.prompts[0], lease.fetch())
         del arrays

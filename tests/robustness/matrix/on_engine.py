@@ -122,7 +122,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
         before = at.found()
         proxy = at.proxy(0)
         engine = at.engine(0, "engine that is cut off", proxy)
-        session = engine.pool.session
+        session = engine.pool.engine.session
         at.begin()
         with asking(at.askers, at.read_and_store) as wait:
             for made in range(1, 6):
@@ -130,7 +130,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
                 proxy.fault = fault
                 wait_until(lambda made=made: proxy.done == made, "the connection is cut")  # type: ignore[misc]
                 wait_until(engine.answered, "it is connected again")
-        assert engine.pool.session == session, "its session goes on"
+        assert engine.pool.engine.session == session, "its session goes on"
         at.find_again(before, engine)
         at.serves()
     return at.outcome

@@ -98,7 +98,7 @@ def fill(index: int, slot: NDArray[np.uint8]) -> None:
 def store(pool: Pool, tokens: Sequence[int], model: str = MODEL) -> int:
     """Store a prompt. Returns the number of its segments that were committed."""
     prefix = pool.prefix(tokens)
-    contents = pool.contents(prefix, tokens, range(len(prefix.keys)), model)
+    contents = pool.engine.contents(prefix, tokens, range(len(prefix.keys)), model)
     return pool.store_all(prefix.keys, fill, patience=LIMIT_S, contents=contents).count(Code.COMMITTED)
 
 

@@ -203,7 +203,7 @@ def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:
 
         with Subscriber(*stream.endpoints, take) as subscriber:
             assert store(pool, prompts.new(), "another model")
-            assert pool.contents(pool.prefix(), [], range(0), "another model") == ()
+            assert pool.engine.contents(pool.prefix(), [], range(0), "another model") == ()
             store(pool, prompts.new())
             until(True, lambda: b"BlockStored" in seen)
             subscriber.quiet(lambda: None)

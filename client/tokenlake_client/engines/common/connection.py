@@ -1,13 +1,16 @@
-"""The engine's connection to a daemon that may start later than the engine, stop and restart."""
+"""The engine's connection to a daemon that may start later than the engine, stop and restart; and that of an engine
+that cannot use the pool, which tells the daemon why: operators see it beside the engines that were refused."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 from tokenlake.errors import Refused
-from tokenlake_client.engines.common.pool import CachePool
+from tokenlake_client.pool import Pool
 
 RETRY_S = 1.0
 """Seconds between two attempts to connect to the daemon, and after a call that failed, so that a dead daemon delays at
@@ -25,9 +28,9 @@ class Connection:
 
     def __init__(
         self,
-        connect: Callable[[], CachePool] | None,
+        connect: Callable[[], Pool] | None,
         report: Callable[[str, BaseException], None],
-        pool: CachePool | None = None,
+        pool: Pool | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait_s: float = WAIT_S,
     ) -> None:
@@ -47,7 +50,7 @@ class Connection:
         if pool is None and connect is not None:
             self._try()
 
-    def get(self) -> CachePool | None:
+    def get(self) -> Pool | None:
         """The connected pool, or None while there is no connection and for a pause after a failure. May start an
         attempt to connect."""
         with self._lock:
@@ -65,7 +68,7 @@ class Connection:
         return self._pool
 
     @property
-    def pool(self) -> CachePool | None:
+    def pool(self) -> Pool | None:
         """The pool that this object opened or was given, also during the pause after a failure; None where there is
         none."""
         return self._pool
@@ -84,7 +87,7 @@ class Connection:
         if pool is not None and self._owned:
             self._leave(pool)
 
-    def _leave(self, pool: CachePool) -> None:
+    def _leave(self, pool: Pool) -> None:
         try:
             pool.close()
         except Exception as error:
@@ -105,3 +108,17 @@ class Connection:
                 self._pool, self._retry_at = pool, 0.0
                 return
         self._leave(pool)
+
+
+def declined(socket: str | Path | None, daemon_uid: int | None, reason: str) -> Connection:
+    """A connection that is never made. At the start, and later when `get` is called, at most every 30 s, it tells the
+    daemon why the engine goes without the pool: the daemon may start later, or again. `socket`, `daemon_uid`: as of
+    `Pool.connect`. Never raises."""
+
+    def tell() -> NoReturn:
+        # The import is here, because an engine that was given a pool does not need the client's connection code.
+        from tokenlake_client.link import decline
+
+        decline(Path(socket) if socket else None, daemon_uid, reason)
+
+    return Connection(tell, lambda operation, error: None, wait_s=0.0)

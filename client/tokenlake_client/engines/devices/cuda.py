@@ -77,17 +77,14 @@ class _CudaMemory:
 
     @property
     def tensor(self) -> Any:
-        """See `DeviceMemory`."""
         return self._tensor
 
     def handle(self) -> bytes:
-        """See `DeviceMemory`."""
         if self._handle is None or self._end is None:
             raise DeviceFailed("only the process that allocated memory has its handle, until it closes it")
         return self._handle(self._address)
 
     def close(self) -> None:
-        """See `DeviceMemory`."""
         end, self._end, self._tensor = self._end, None, None
         if end is not None:
             end(self._address)
@@ -124,7 +121,6 @@ class CudaDevice:
         return self._driver
 
     def stream(self) -> Stream:
-        """See `Device`."""
         return _CudaStream(self._device)
 
     def computed(self) -> Any:
@@ -141,7 +137,6 @@ class CudaDevice:
         return float(first.elapsed_time(last)) / 1e3 if last.query() else None
 
     def lock(self, address: int, nbytes: int, *, write: bool) -> Callable[[], None] | None:
-        """See `Device`."""
         try:
             self.driver.lock(address, nbytes, write=write)
         except DeviceFailed as error:
@@ -152,12 +147,10 @@ class CudaDevice:
         return partial(self.driver.unlock, address)
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """See `Device`."""
         driver = self.driver
         return _CudaMemory(self._device, driver.allocate(nbytes), nbytes, driver.free, driver.handle)
 
     def open(self, handle: bytes, nbytes: int) -> DeviceMemory:
-        """See `Device`."""
         return _CudaMemory(self._device, self.driver.open(handle), nbytes, self.driver.close)
 
 

@@ -10,24 +10,23 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
-from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.declined import declined
-from tokenlake_client.engines.common.pool import CachePool, QueryPool, RequestInfo
-from tokenlake_client.engines.common.reports import Reports
+from tokenlake_client.engines.common.connection import Connection, declined
+from tokenlake_client.engines.common.reports import Counters, Reports
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.transformers.attention import query_shape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.identity import cache_shape, check_model, layout_of
 from tokenlake_client.engines.transformers.measurements import Measurements
 from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.planner import BatchPlanner
 from tokenlake_client.engines.transformers.prefill import Prefiller
 from tokenlake_client.engines.transformers.request import NotServed, Request, check_state, read_request
@@ -35,6 +34,7 @@ from tokenlake_client.engines.transformers.rows import Row, cache_of_rows, place
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipping import Shipment, Shipping
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.pool import Pool
 from tokenlake_client.weights import digest_of_version
 
 logger = logging.getLogger("tokenlake.transformers")
@@ -59,7 +59,7 @@ class Prefill:
 class _Batch:
     """A call of `generate` whose prompts are prefilled with the pool."""
 
-    pool: CachePool
+    pool: Pool
     request: Request
     rows: list[Row]
     cache: RoomyCache
@@ -77,7 +77,7 @@ class TokenLakeEngine:
     def __init__(
         self,
         model: Any,
-        pool: CachePool | str | Path | None = None,
+        pool: Pool | str | Path | None = None,
         options: EngineOptions | None = None,
         copier: SegmentCopier | None = None,
     ) -> None:
@@ -101,9 +101,17 @@ class TokenLakeEngine:
         """The measured times of this engine's work, for its own plans and for those of a scheduler."""
         self._measurements = Measurements(self.rates)
         self._copier = copier or SegmentCopier()
-        self._prefiller = Prefiller(
-            model, self.options, self._writer, self._copier, self._counters, self._measurements, self._pool_failed
+        self._parts = Parts(
+            model=model,
+            options=self.options,
+            counters=self._counters,
+            measurements=self._measurements,
+            copier=self._copier,
+            writer=self._writer,
+            failed=self._reports.failure,
+            pool_failed=self._pool_failed,
         )
+        self._prefiller = Prefiller(self._parts)
         self._connection = Connection(None, self._reports.failure)
         self._shape: CacheShape | None = None
         self._placed: tuple[Any, Any] | None = None
@@ -207,7 +215,7 @@ class TokenLakeEngine:
         except Exception as error:
             self._pool_failed("sending hints", error)
 
-    def new_weights(self, version: str, pool: CachePool | None = None) -> None:
+    def new_weights(self, version: str, pool: Pool | None = None) -> None:
         """To be called when the model's weights were changed in place. From now on segments are shared with engines
         that started from the same weights and have the same `version`.
 
@@ -272,42 +280,32 @@ class TokenLakeEngine:
         try:
             queries = query_shape(self.model, shape)
             attention = AttentionShape.of(layout, queries.heads, queries.scale)
-            self._shipping = Shipping(
-                self.model,
-                (shape, queries),
-                self.options,
-                self._writer,
-                self._copier,
-                self._counters,
-                self._measurements,
-                self._reports.failure,
-                self._pool_failed,
-            )
+            self._shipping = Shipping(self._parts, shape, queries)
         except Exception as error:
             self._reports.warn(
                 f"mode '{self.options.mode}': prefixes of {type(self.model).__name__} are fetched: {error}"
             )
         if self.options.mode == "auto":
-            self._planner = BatchPlanner(layout, attention, self.rates, self._counters, self._pool_failed)
+            self._planner = BatchPlanner(self._parts, layout, attention, self.rates)
 
-    def _segment_tokens(self, given: CachePool | None) -> int:
+    def _segment_tokens(self, given: Pool | None) -> int:
         """The number of tokens per segment: that of the `given` pool, else of the present layout, else of the
         options."""
         known = self.layout if given is None else given.layout
         return self.options.segment_tokens if known is None else known.segment_tokens
 
-    def _connect(self, socket: str | Path) -> CachePool:
+    def _connect(self, socket: str | Path) -> Pool:
         # The import is here, because an engine that was given a pool does not need the client's connection code.
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
         options = self.options
-        pool: CachePool = Pool.connect(
+        pool: Pool = Pool.connect(
             socket, self.layout, options.credential, daemon_uid=options.daemon_uid, deadlines=options.deadlines
         )
         return pool
 
-    def _usable_pool(self) -> CachePool | None:
+    def _usable_pool(self) -> Pool | None:
         """The pool that the next request may use; None while there is no connection, or while the state of the model
         does not allow its cache to be shared."""
         try:
@@ -345,7 +343,7 @@ class TokenLakeEngine:
             if self._planner is not None:
                 ship = self._planner.plan(pool, rows, request.new_tokens)
             if self._shipping is not None and ship:
-                shipment = self._shipping.begin(cast(QueryPool, pool), rows)
+                shipment = self._shipping.begin(pool, rows)
                 if shipment is None and self._planner is not None:
                     self._planner.could_not_ship()
             length = request.input_ids.shape[1] - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from tokenlake.attention import AttentionShape
@@ -24,10 +24,9 @@ from tokenlake.planner import (
     fetch_limit_s,
     grow,
 )
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.pool import CachePool
-from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.rows import Row
+from tokenlake_client.pool import Pool
 
 RETRY_S = 30.0
 """Seconds until plans ship queries again after no query engine was found."""
@@ -36,24 +35,16 @@ RETRY_S = 30.0
 class BatchPlanner:
     """Plans the batches of one model. After an error of the pool, prefixes are fetched as without a plan."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        shape: AttentionShape | None,
-        rates: Rates,
-        counters: Counters[Counts],
-        pool_failed: Callable[[str, BaseException], None],
-    ) -> None:
+    def __init__(self, parts: Parts, layout: Layout, shape: AttentionShape | None, rates: Rates) -> None:
         """`shape`: the shape of the model's queries; None if query engines do not support it, so that no query is
         shipped."""
+        self._parts = parts
         self._layout = layout
         self._ship_from = 0.0 if shape is not None else math.inf
         self._model = Model.of(layout, shape or AttentionShape.of(layout, layout.kv_heads))
         self._rates = rates
-        self._counters = counters
-        self._pool_failed = pool_failed
 
-    def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+    def plan(self, pool: Pool, rows: Sequence[Row], new_tokens: int) -> bool:
         """Choose how the prefixes of the rows are used, and set each row's `limit` and `found`. True: queries are
         shipped to the prefixes; False: prefixes are fetched.
 
@@ -72,8 +63,8 @@ class BatchPlanner:
                 row.limit = 0 if isinstance(error, TokenLakeError) else None
                 with suppress(Exception):
                     row.release_lease()
-            self._pool_failed("planning", error)
-        self._counters.add(pool_seconds=time.perf_counter() - started)
+            self._parts.pool_failed("planning", error)
+        self._parts.counters.add(pool_seconds=time.perf_counter() - started)
         return ship
 
     def could_not_ship(self) -> None:
@@ -81,7 +72,7 @@ class BatchPlanner:
         seconds."""
         self._ship_from = time.monotonic() + RETRY_S
 
-    def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+    def _plan(self, pool: Pool, rows: Sequence[Row], new_tokens: int) -> bool:
         owners: dict[SegmentKey, tuple[NodeId, ...]] = {}
         disk_s: dict[SegmentKey, float] = {}
         requests = []
@@ -105,7 +96,7 @@ class BatchPlanner:
         decisions, _ = choose(costs, ship=time.monotonic() >= self._ship_from)
         return self._carry_out(pool, tree, decisions, rows)
 
-    def _carry_out(self, pool: CachePool, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row]) -> bool:
+    def _carry_out(self, pool: Pool, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row]) -> bool:
         ship = any(decision.way is Way.SHIP for decision in decisions)
         size = self._layout.segment_tokens
         limits = [0] * len(rows)
@@ -125,5 +116,5 @@ class BatchPlanner:
                     lease.release(counted=False)
         for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
             row.limit, row.found = limit, found // size
-            self._counters.add(tokens_skipped=found - limit * size)
+            self._parts.counters.add(tokens_skipped=found - limit * size)
         return ship

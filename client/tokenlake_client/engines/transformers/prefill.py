@@ -15,18 +15,18 @@ import torch
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait
-from tokenlake_client.engines.common.pool import CacheLease, CachePool, RequestInfo
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
-from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.measurements import Measurements
-from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.request import Request, answer_of
 from tokenlake_client.engines.transformers.rows import Row, cache_of_rows
-from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopier, SegmentCopy
+from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopy
 from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
-from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.engines.transformers.writer import task_of
+from tokenlake_client.lease import Lease
+from tokenlake_client.pool import Pool
 
 Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
 """A function of (cache, forward pass) that runs the forward pass with a cache whose prefix is not stored in it."""
@@ -45,14 +45,14 @@ class PartialLoad(Exception):
 
 
 def load(
-    pool: CachePool,
+    pool: Pool,
     keys: Sequence[SegmentKey],
     cache: SegmentCopy,
     window: int,
     measurements: Measurements,
     info: RequestInfo,
     found: int | None = None,
-    held: CacheLease | None = None,
+    held: Lease | None = None,
 ) -> int:
     """Copy the longest known prefix of `keys` into `cache` and return its length in tokens. Fetches `window` segments
     at a time, and releases them when their copies have ended.
@@ -113,8 +113,8 @@ def load(
 
 
 def _lease(
-    pool: CachePool, keys: Sequence[SegmentKey], wait: InFlightWait, info: RequestInfo, held: CacheLease | None
-) -> CacheLease | None:
+    pool: Pool, keys: Sequence[SegmentKey], wait: InFlightWait, info: RequestInfo, held: Lease | None
+) -> Lease | None:
     """A lease of the segments to read: `held` itself, or one of a new match, after which `held` is released. Sets
     in-flight markers for the missing segments if the wait for them is worthwhile for other engines."""
     if wait is NO_WAIT and keys and held is not None and held.unreleased >= len(keys):
@@ -133,7 +133,7 @@ def _lease(
         # The match itself has marked only the first missing segment. The daemon removes all markers when this process
         # ends.
         try:
-            pool.mark_in_flight(keys[lease.hits :], marker_s)
+            pool.engine.mark_in_flight(keys[lease.hits :], marker_s)
         except BaseException:
             lease.release()
             raise
@@ -141,18 +141,15 @@ def _lease(
 
 
 def compute(
-    model: Any,
-    tokens: Sequence[int],
-    cache: Any,
-    chunk: int,
-    measurements: Measurements,
-    run: Callable[[Callable[[], Any]], Any] | None = None,
+    parts: Parts, tokens: Sequence[int], cache: Any, run: Callable[[Callable[[], Any]], Any] | None = None
 ) -> None:
     """Compute the cache of `tokens` into `cache`, which holds their beginning already, with forward passes of one row
-    and at most `chunk` tokens. `run` executes a forward pass; None: the pass is called directly and measured."""
+    and at most `prefill_chunk` tokens. `run` executes a forward pass; None: the pass is called directly and
+    measured."""
     known = cache.get_seq_length()
     if known == len(tokens):
         return
+    model, chunk = parts.model, parts.options.prefill_chunk
     # The logits are not needed, and those of a whole prompt would be vocabulary x tokens numbers.
     accepts = inspect.signature(model.forward).parameters
     extras = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
@@ -171,43 +168,28 @@ def compute(
             if run is not None:
                 run(forward)
                 continue
-            with measurements.prefill(stop - start, start, model.device):
+            with parts.measurements.prefill(stop - start, start, model.device):
                 forward()
 
 
 class Prefiller:
     """Fills the caches of the prompts of a batch (its rows). After an error of the pool, which is reported, the tokens
-    are computed. For one model."""
+    are computed."""
 
-    def __init__(
-        self,
-        model: Any,
-        options: EngineOptions,
-        writer: Writer,
-        copier: SegmentCopier,
-        counters: Counters[Counts],
-        measurements: Measurements,
-        pool_failed: Callable[[str, BaseException], None],
-    ) -> None:
-        self._model = model
-        self._options = options
-        self._writer = writer
-        self._copier = copier
-        self._counters = counters
-        self._measurements = measurements
-        self._pool_failed = pool_failed
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
-    def hash(self, pool: CachePool, rows: list[Row]) -> None:
+    def hash(self, pool: Pool, rows: list[Row]) -> None:
         """Hash the keys of the prompts' segments; they stay unset after an error of the pool."""
         started = time.perf_counter()
         try:
             for row in rows:
                 row.chain = self._chain(pool, row.tokens)
         except Exception as error:
-            self._pool_failed("reading segments", error)
-        self._counters.add(pool_seconds=time.perf_counter() - started)
+            self._parts.pool_failed("reading segments", error)
+        self._parts.counters.add(pool_seconds=time.perf_counter() - started)
 
-    def fill(self, pool: CachePool | None, rows: list[Row], forward: Forward | None = None) -> None:
+    def fill(self, pool: Pool | None, rows: list[Row], forward: Forward | None = None) -> None:
         """Fill the layers of the prompts in `rows` with the cache of all their tokens but the last, and queue the new
         segments to be stored. `forward`: runs the forward passes of prompts whose prefix is not stored in the engine
         (`Row.shared`). Raises the errors of the model.
@@ -215,22 +197,21 @@ class Prefiller:
         The new segments of a prompt are queued before the next prompt is looked up: if the next prompt begins with the
         same segments, its match waits for them as that of another engine would.
         """
-        chunk = self._options.prefill_chunk
         for row in rows:
             if forward is not None and row.shared is not None:
                 cache = cache_of_rows([Row(row.tokens, shared=row.shared)], row.layers, row.start, row.start)
-                compute(self._model, row.tokens[:-1], cache, chunk, self._measurements, partial(forward, cache))
+                compute(self._parts, row.tokens[:-1], cache, partial(forward, cache))
             else:
                 if pool is not None and row.chain is not None:
                     self._load(pool, row)
                 own = RoomyCache([RoomyLayer(keys, values, row.loaded) for keys, values in row.layers])
-                compute(self._model, row.tokens[:-1], own, chunk, self._measurements)
+                compute(self._parts, row.tokens[:-1], own)
             if pool is not None and row.chain is not None:
                 layers = [(keys[0], values[0]) for keys, values in row.layers]
                 self._store(pool, row, row.chain, row.known, len(row.tokens) - 1, layers)
 
     def store_decoded(
-        self, pool: CachePool, request: Request, rows: Sequence[Row], cache: RoomyCache, sequences: list[list[int]]
+        self, pool: Pool, request: Request, rows: Sequence[Row], cache: RoomyCache, sequences: list[list[int]]
     ) -> None:
         """Queue the segments that decode completed, to be stored with the hints of the request's end. They cover those
         tokens of each sequence, up to its end, that were fed to the model; the last token was not. The segments of the
@@ -250,30 +231,30 @@ class Prefiller:
             hint_prompt = index % request.copies == 0
             self._store(pool, ended, chain, prompt - 1, len(fed), layers, hint_prompt=hint_prompt)
 
-    def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
-        return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
+    def _chain(self, pool: Pool, tokens: list[int]) -> Prefix:
+        return pool.prefix(tokens, adapter=self._parts.options.adapter, salt=self._parts.options.salt)
 
-    def _load(self, pool: CachePool, row: Row) -> None:
+    def _load(self, pool: Pool, row: Row) -> None:
         """Copy the known prefix of the row's prompt from the pool into the row's layers, and set `row.loaded` to its
         number of tokens."""
         started = time.perf_counter()
         try:
             keys = row.keys_to_match(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
-            cache = self._copier.bind(pool.layout, layers)
+            cache = self._parts.copier.bind(pool.layout, layers)
             row.loaded = load(
-                pool, keys, cache, self._options.window, self._measurements, row.info, row.found, row.lease
+                pool, keys, cache, self._parts.options.window, self._parts.measurements, row.info, row.found, row.lease
             )
         except PartialLoad as error:
             row.loaded = error.tokens
-            self._pool_failed("reading segments", error.__cause__ or error)
+            self._parts.pool_failed("reading segments", error.__cause__ or error)
         except Exception as error:
-            self._pool_failed("reading segments", error)
-        self._counters.add(pool_seconds=time.perf_counter() - started)
+            self._parts.pool_failed("reading segments", error)
+        self._parts.counters.add(pool_seconds=time.perf_counter() - started)
 
     def _store(
         self,
-        pool: CachePool,
+        pool: Pool,
         row: Row,
         chain: Prefix,
         known: int,
@@ -291,10 +272,10 @@ class Prefiller:
             hinted = chain.keys[:first] if hint_prompt else ()
             if keys or hinted:
                 # A task that only sends hints must not keep the key and value tensors alive.
-                cache = self._copier.bind(pool.layout, layers if keys else [])
-                self._writer.submit(task_of(pool, pool.layout, keys, first, cache, row.start, row.info, hinted))
+                cache = self._parts.copier.bind(pool.layout, layers if keys else [])
+                self._parts.writer.submit(task_of(pool, pool.layout, keys, first, cache, row.start, row.info, hinted))
         except Exception as error:
-            self._pool_failed("storing segments", error)
+            self._parts.pool_failed("storing segments", error)
 
 
 def _ended(hints: Hints | None, reason: str, output_tokens: int) -> Hints:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.common.pool import CacheLease, RequestInfo
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.transformers.cache import row_cache
 from tokenlake_client.engines.transformers.segment_copy import LayerPair
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache, ShippedLayer
+from tokenlake_client.lease import Lease
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Row:
     found: int | None = None
     """The number of the prompt's segments, from the first on, that the last match found in the pool; None: there was no
     match."""
-    lease: CacheLease | None = None
+    lease: Lease | None = None
     """The lease of the prompt's segments that were found in the pool, for the load that follows."""
     shared: SharedPrefix | None = None
     """The prefix whose tokens are not in `layers`, because queries are sent to it; None: `layers` begin with the
@@ -57,7 +58,7 @@ class Row:
         return self.keys_to_use(segment_tokens)
 
     def release_lease(self, *, counted: bool = True) -> None:
-        """Release the lease of the prompt's segments, if there is one. `counted`: as of `CacheLease.release`. Raises
+        """Release the lease of the prompt's segments, if there is one. `counted`: as of `Lease.release`. Raises
         the errors of the pool."""
         lease, self.lease = self.lease, None
         if lease is not None:

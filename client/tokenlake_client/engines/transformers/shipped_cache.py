@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.common.pool import PrefixView
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
 from tokenlake_client.engines.transformers.segment_copy import LayerPair
+from tokenlake_client.queries import View
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class SharedPrefix:
 
     tokens: list[int]
     keys: Sequence[SegmentKey]
-    view: PrefixView | None
+    view: View | None
     elsewhere: Sequence[str] = ()
     """For each segment of the prefix that lay on another node when the view was opened, the name of that node."""
     local: list[LayerPair] | None = None

@@ -21,21 +21,17 @@ from typing import Any, TypeVar
 import torch
 
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.pool import UNNAMED, QueryPool
+from tokenlake_client.engines.common.request import UNNAMED
 from tokenlake_client.engines.transformers.attention import QueryShape, attending
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
-from tokenlake_client.engines.transformers.counters import Counts
-from tokenlake_client.engines.transformers.measurements import Measurements
-from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.partial_attention import Part, attend, attend_own, merge_rows
+from tokenlake_client.engines.transformers.parts import Parts
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
 from tokenlake_client.engines.transformers.rows import Row
-from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
-from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.engines.transformers.writer import task_of
+from tokenlake_client.pool import Pool
 
-Report = Callable[[str, BaseException], None]
 T = TypeVar("T")
 
 PAIRS = 1 << 22
@@ -66,27 +62,11 @@ class Shipment:
     """Runs the forward passes of one batch whose known prefixes stay on their nodes. Owns the views of the prefixes
     until `close`. For one thread."""
 
-    def __init__(
-        self,
-        model: Any,
-        pool: QueryPool,
-        shape: QueryShape,
-        counters: Counters[Counts],
-        measurements: Measurements,
-        deadline_s: float,
-        recover: Callable[[SharedPrefix], None],
-        report: Callable[[str, BaseException], None],
-    ) -> None:
-        """`recover` must close the view of a prefix and set its `local`; it raises only errors of the model. `report`
-        is called with failures of the query engine."""
-        self._model = model
+    def __init__(self, parts: Parts, pool: Pool, recover: Callable[[SharedPrefix], None]) -> None:
+        """`recover` must close the view of a prefix and set its `local`; it raises only errors of the model."""
+        self._engine = parts
         self._pool = pool
-        self._shape = shape
-        self._counters = counters
-        self._measurements = measurements
-        self._deadline_s = deadline_s
         self._recover = recover
-        self._report = report
         self._prefixes: list[SharedPrefix] = []
         self._cache: ShippedCache | None = None
         self._buffer: Any = None
@@ -103,14 +83,14 @@ class Shipment:
         while True:
             self._cache = cache
             try:
-                with attending(self._model, self):
+                with attending(self._engine.model, self):
                     return forward()
             except Void as void:
                 lost = void.prefixes
             finally:
                 self._cache = None
             cache.shorten(length)
-            self._counters.add(steps_void=1)
+            self._engine.counters.add(steps_void=1)
             self._drop_buffer()
             for prefix in lost:
                 self._recover(prefix)
@@ -119,8 +99,8 @@ class Shipment:
     def serving(self, cache: ShippedCache) -> Iterator[None]:
         """A context in which all forward passes of the model with `cache` go through `run`, which repeats a pass whose
         results were lost."""
-        own = self._model.__dict__.get("forward")
-        forward = self._model.forward
+        own = self._engine.model.__dict__.get("forward")
+        forward = self._engine.model.forward
 
         @wraps(forward)
         def shipped(*args: Any, **arguments: Any) -> Any:
@@ -128,14 +108,14 @@ class Shipment:
                 return forward(*args, **arguments)
             return self.run(cache, lambda: forward(*args, **arguments))
 
-        self._model.forward = shipped
+        self._engine.model.forward = shipped
         try:
             yield
         finally:
             if own is None:
-                del self._model.forward
+                del self._engine.model.forward
             else:
-                self._model.forward = own
+                self._engine.model.forward = own
 
     def close(self) -> None:
         """Close the views and release the query memory. Never raises."""
@@ -149,7 +129,7 @@ class Shipment:
             if view is not None:
                 view.close()
         except Exception as error:
-            self._report("closing a view", error)
+            self._engine.failed("closing a view", error)
 
     def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
         """Attention over the rows' prefixes and over the batch's own tokens, merged (see `Attending`). Raises
@@ -187,10 +167,10 @@ class Shipment:
                 part.copy_((query if rows == list(range(len(query))) else query[rows]).transpose(1, 2))
                 at += len(rows) * count
             pairs = sum(count * len(rows) * len(prefix.tokens) for prefix, rows in shipped)
-            deadline_s = self._deadline_s * (1 + pairs // PAIRS)
-            return _Sent(shipped, self._pool.query(self._buffer, layer, deadline_s=deadline_s))
+            deadline_s = self._engine.options.query_deadline * (1 + pairs // PAIRS)
+            return _Sent(shipped, self._pool.queries.query(self._buffer, layer, deadline_s=deadline_s))
         except Exception as error:
-            self._report("sending queries to a prefix", error)
+            self._engine.failed("sending queries to a prefix", error)
             raise Void([prefix for prefix, _ in shipped]) from error
 
     def _receive(self, sent: _Sent, query: Any) -> Iterator[tuple[list[int], Part]]:
@@ -198,7 +178,7 @@ class Shipment:
         first item, and not later."""
         answer = sent.ticket.wait()
         sent.nbytes = answer.sent_bytes + answer.received_bytes
-        self._counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
+        self._engine.counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
         if answer.lost:
             raise Void([sent.prefixes[part][0] for part in answer.lost])
         output, sums = torch.from_numpy(answer.output), torch.from_numpy(answer.sums)
@@ -217,16 +197,18 @@ class Shipment:
         # `nbytes` is 0 once the query engine has fetched the segments, because their nodes did not answer.
         if elsewhere and sent.nbytes:
             tokens = count * sum(len(rows) * len(set(prefix.elsewhere)) for prefix, rows in sent.prefixes)
-            self._counters.add(queries_sent=tokens)
+            self._engine.counters.add(queries_sent=tokens)
             queries = count * sum(len(rows) for prefix, rows in sent.prefixes if prefix.elsewhere)
-            self._measurements.queried(elsewhere, self._pool.layout.segment_tokens, queries, sent.nbytes, seconds)
+            self._engine.measurements.queried(
+                elsewhere, self._pool.layout.segment_tokens, queries, sent.nbytes, seconds
+            )
 
     def _prepare(self, parts: list[tuple[Any, int]]) -> None:
         """Set `_buffer` to a query buffer for `parts`, (view, number of query tokens) each. The buffer of the previous
         layer or step is used again if its parts were the same."""
         if self._buffer is None or parts != self._parts or self._buffer.spent:
             self._drop_buffer()
-            self._buffer = self._pool.init_query(parts)
+            self._buffer = self._pool.queries.init_query(parts)
             self._parts = parts
 
     def _drop_buffer(self) -> None:
@@ -235,62 +217,34 @@ class Shipment:
             if buffer is not None:
                 buffer.close()
         except Exception as error:
-            self._report("closing a query buffer", error)
+            self._engine.failed("closing a query buffer", error)
 
 
 class Shipping:
     """Opens views of the known prefixes of batches, so that queries are sent to them. Serves one model."""
 
-    def __init__(
-        self,
-        model: Any,
-        shapes: tuple[CacheShape, QueryShape],
-        options: EngineOptions,
-        writer: Writer,
-        copier: SegmentCopier,
-        counters: Counters[Counts],
-        measurements: Measurements,
-        failed: Report,
-        pool_failed: Report,
-    ) -> None:
-        """`failed` is called with errors of the query engine, `pool_failed` with errors of the pool."""
-        self._model = model
-        self._cache_shape, self._query_shape = shapes
-        self._options = options
-        self._writer = writer
-        self._copier = copier
-        self._counters = counters
-        self._measurements = measurements
-        self._failed = failed
-        self._pool_failed = pool_failed
+    def __init__(self, parts: Parts, cache: CacheShape, queries: QueryShape) -> None:
+        self._engine = parts
+        self._cache_shape, self._query_shape = cache, queries
 
-    def begin(self, pool: QueryPool, rows: Sequence[Row]) -> Shipment | None:
+    def begin(self, pool: Pool, rows: Sequence[Row]) -> Shipment | None:
         """Open a view of the known prefix of each row (at least the last token is left to compute), set the row's
         `shared`, and return the shipment that owns the views. Rows with the same prefix share a view. None if no view
         was opened."""
         started = time.perf_counter()
-        shipment = Shipment(
-            self._model,
-            pool,
-            self._query_shape,
-            self._counters,
-            self._measurements,
-            self._options.query_deadline,
-            lambda prefix: self._recover(pool, prefix),
-            self._failed,
-        )
+        shipment = Shipment(self._engine, pool, lambda prefix: self._recover(pool, prefix))
         opened: dict[tuple[SegmentKey, ...], SharedPrefix] = {}
         for row in rows:
             if not self._open(pool, row, opened):
                 break
         for prefix in dict.fromkeys(opened.values()):
             shipment.add(prefix)
-        self._counters.add(pool_seconds=time.perf_counter() - started)
+        self._engine.counters.add(pool_seconds=time.perf_counter() - started)
         return shipment if opened else None
 
     def _open(
         self,
-        pool: QueryPool,
+        pool: Pool,
         row: Row,
         opened: dict[tuple[SegmentKey, ...], SharedPrefix],
     ) -> bool:
@@ -309,7 +263,7 @@ class Shipping:
             row.release_lease(counted=False)
             lease = pool.match(matched, row.info.match_options())
         except Exception as error:
-            self._pool_failed("reading segments", error)
+            self._engine.pool_failed("reading segments", error)
             return False
         found, row.found = matched[: lease.hits], lease.hits
         if not found or found in opened:
@@ -319,22 +273,22 @@ class Shipping:
             return True
         began = time.perf_counter()
         try:
-            view = pool.open_view(lease, self._query_shape.heads, self._query_shape.scale)
+            view = pool.queries.open_view(lease, self._query_shape.heads, self._query_shape.scale)
         except Exception as error:
             lease.release()
-            self._failed("opening a view of a prefix", error)
+            self._engine.failed("opening a view of a prefix", error)
             return False
         if not view.hits:
             view.close()
             return True
         elsewhere = [node for node in view.nodes[: view.hits] if node != pool.node]
-        self._measurements.opened(elsewhere, time.perf_counter() - began)
+        self._engine.measurements.opened(elsewhere, time.perf_counter() - began)
         row.shared = opened[found] = opened[matched] = SharedPrefix(
             row.tokens[: view.hits * size], found[: view.hits], view, elsewhere=elsewhere
         )
         return True
 
-    def _recover(self, pool: QueryPool, prefix: SharedPrefix) -> None:
+    def _recover(self, pool: Pool, prefix: SharedPrefix) -> None:
         """Set `prefix.local`: the segments that the pool still has are fetched, the others computed. Raises the errors
         of the model."""
         if prefix.view is not None:
@@ -342,19 +296,21 @@ class Shipping:
             prefix.view = None
         size = pool.layout.segment_tokens
         storage = allocate(self._cache_shape, 1, len(prefix.tokens))
-        copy = self._copier.bind(pool.layout, [(keys[0], values[0]) for keys, values in storage])
+        copy = self._engine.copier.bind(pool.layout, [(keys[0], values[0]) for keys, values in storage])
         try:
             found = len(prefix.keys)
-            prefix.loaded = load(pool, prefix.keys, copy, self._options.window, self._measurements, UNNAMED, found)
+            prefix.loaded = load(
+                pool, prefix.keys, copy, self._engine.options.window, self._engine.measurements, UNNAMED, found
+            )
         except PartialLoad as error:
             prefix.loaded = error.tokens
-            self._pool_failed("reading segments", error.__cause__ or error)
+            self._engine.pool_failed("reading segments", error.__cause__ or error)
         cache = RoomyCache([RoomyLayer(keys, values, prefix.loaded) for keys, values in storage])
-        compute(self._model, prefix.tokens, cache, self._options.prefill_chunk, self._measurements)
+        compute(self._engine, prefix.tokens, cache)
         prefix.local = storage
         first = prefix.loaded // size
         if first < len(prefix.keys):
-            self._writer.submit(task_of(pool, pool.layout, prefix.keys[first:], first, copy))
+            self._engine.writer.submit(task_of(pool, pool.layout, prefix.keys[first:], first, copy))
 
 
 def _over_local(query: Any, pair: tuple[Any, Any], scale: float) -> Part:

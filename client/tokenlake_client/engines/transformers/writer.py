@@ -12,10 +12,11 @@ from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
-from tokenlake_client.engines.common.pool import UNNAMED, CachePool, RequestInfo
+from tokenlake_client.engines.common.reports import Counters
+from tokenlake_client.engines.common.request import UNNAMED, RequestInfo
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopy
+from tokenlake_client.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class StoreTask:
     task keeps the cache alive; its tokens up to the end of the last segment must not be written any more.
     """
 
-    pool: CachePool
+    pool: Pool
     layout: Layout
     keys: Sequence[SegmentKey]
     first: int
@@ -41,7 +42,7 @@ class StoreTask:
 
 
 def task_of(
-    pool: CachePool,
+    pool: Pool,
     layout: Layout,
     keys: Sequence[SegmentKey],
     first: int,
@@ -83,7 +84,7 @@ class Writer:
         the in-flight markers of their segments are removed."""
         accepted = self._queue.submit(task)
         if not accepted:
-            task.pool.mark_in_flight(task.keys, 0.0)
+            task.pool.engine.mark_in_flight(task.keys, 0.0)
             self._counters.add(tokens_not_stored=len(task.keys) * task.layout.segment_tokens)
         return accepted
 
@@ -124,7 +125,7 @@ class Writer:
             )
             if done < len(task.keys):
                 # Remove the in-flight markers of the segments that were not stored. Segments in the pool have none.
-                task.pool.mark_in_flight(task.keys, 0.0)
+                task.pool.engine.mark_in_flight(task.keys, 0.0)
         for code in refused:
             if code not in self._refused:
                 self._refused.add(code)

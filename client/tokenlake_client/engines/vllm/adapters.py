@@ -18,7 +18,6 @@ vLLM is imported where it is used.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -27,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.common.background import BackgroundQueue
@@ -48,17 +47,8 @@ MAX_NUMBERS = 64
 MAX_ADAPTERS = 16384
 """Limit of the adapters that are remembered. vLLM gives an adapter that is loaded while it runs a new number each
 time."""
-_WRAPPED = "_tokenlake_watches_loads"
 _watching: weakref.WeakSet[LoadedAdapters] = weakref.WeakSet()
 _watching_lock = threading.Lock()
-
-
-class LoraRequest(Protocol):
-    """The part of vLLM's `LoRARequest` that the connector uses."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +157,16 @@ class Adapters:
         line."""
         self._options = options
         self._warn = warn
-        self._looks: BackgroundQueue[tuple[LoraRequest, RequestAdapter]] = BackgroundQueue(
+        self._looks: BackgroundQueue[tuple[Any, RequestAdapter]] = BackgroundQueue(
             lambda task: self._try(self._look, *task), "tokenlake-adapters", MAX_WAITING
         )
-        self._unknown: BackgroundQueue[tuple[LoraRequest, RequestAdapter]] = BackgroundQueue(
+        self._unknown: BackgroundQueue[tuple[Any, RequestAdapter]] = BackgroundQueue(
             lambda task: self._try(self._digest, *task), "tokenlake-digests", MAX_WAITING
         )
         self._digests: dict[str, str] = {}
         """By the state of an adapter's files, their digest. Only the thread that digests files changes it."""
 
-    def find(self, lora: LoraRequest) -> RequestAdapter:
+    def find(self, lora: Any) -> RequestAdapter:
         """The adapter of a new request; the fields of the result are set later. Never waits."""
         adapter = RequestAdapter(lora.lora_int_id, lora.lora_name, lora.lora_path)
         if lora.lora_name:
@@ -190,21 +180,17 @@ class Adapters:
         for queue in (self._looks, self._unknown):
             queue.close(1.0, drain=False)
 
-    def _submit(
-        self, queue: BackgroundQueue[tuple[LoraRequest, RequestAdapter]], lora: LoraRequest, adapter: RequestAdapter
-    ) -> None:
+    def _submit(self, queue: BackgroundQueue[tuple[Any, RequestAdapter]], lora: Any, adapter: RequestAdapter) -> None:
         if not queue.submit((lora, adapter)):
             self._refuse(adapter, f"LoRA adapter {lora.lora_name[:100]!r}: too many requests wait for its digest")
 
-    def _try(
-        self, find: Callable[[LoraRequest, RequestAdapter], None], lora: LoraRequest, adapter: RequestAdapter
-    ) -> None:
+    def _try(self, find: Callable[[Any, RequestAdapter], None], lora: Any, adapter: RequestAdapter) -> None:
         try:
             find(lora, adapter)
         except Exception as error:
             self._refuse(adapter, f"LoRA adapter {lora.lora_name[:100]!r}: its files cannot be read: {error}")
 
-    def _look(self, lora: LoraRequest, adapter: RequestAdapter) -> None:
+    def _look(self, lora: Any, adapter: RequestAdapter) -> None:
         files = state_of_directory(directory_of(lora.lora_path))
         digest = self._digests.get(files)
         if digest is not None:
@@ -212,7 +198,7 @@ class Adapters:
         else:
             self._submit(self._unknown, lora, adapter)
 
-    def _digest(self, lora: LoraRequest, adapter: RequestAdapter) -> None:
+    def _digest(self, lora: Any, adapter: RequestAdapter) -> None:
         directory = directory_of(lora.lora_path)
         for _ in range(ATTEMPTS):
             files = state_of_directory(directory)
@@ -225,7 +211,7 @@ class Adapters:
                 return
         raise LayoutRefused(f"the files in {directory} change")
 
-    def _found(self, lora: LoraRequest, adapter: RequestAdapter, files: str, digest: str) -> None:
+    def _found(self, lora: Any, adapter: RequestAdapter, files: str, digest: str) -> None:
         changes = {
             **self._options,
             **({"is_3d_lora_weight": True} if getattr(lora, "is_3d_lora_weight", False) else {}),
@@ -349,37 +335,20 @@ def options_of(lora_config: Any, dtype: Any) -> dict[str, object]:
     return {name: str(value) for name, value in found.items() if value not in (defaults[name], "auto")}
 
 
-def watch_loads() -> bool:
-    """From now on, record each adapter that vLLM loads in this process in all `LoadedAdapters`. False: this version of
-    vLLM lacks the method that loads adapters, so they cannot be recorded. A second call does nothing."""
-    try:
-        from vllm.lora.worker_manager import WorkerLoRAManager
-    except ImportError:
-        return False
-    original = getattr(WorkerLoRAManager, "_load_adapter", None)
-    if original is None:
-        return False
-    if getattr(original, _WRAPPED, False):
-        return True
-
-    @functools.wraps(original)
-    def load_adapter(self: Any, lora_request: Any) -> Any:
-        before = _state(lora_request)
-        result = original(self, lora_request)
-        # Files that changed while vLLM read them are in a state of their own.
-        after = _state(lora_request)
-        with _watching_lock:
-            watching = list(_watching)
-        for loaded in watching:
-            loaded.loaded(lora_request.lora_int_id, after if before in (after, None) else None)
-        return result
-
-    setattr(load_adapter, _WRAPPED, True)
-    WorkerLoRAManager._load_adapter = load_adapter
-    return True
+def load_adapter(manager: Any, original: Callable[..., Any], lora_request: Any) -> Any:
+    """Record an adapter that vLLM loads in this process in all `LoadedAdapters` (`patches.ADAPTERS`)."""
+    before = _state(lora_request)
+    result = original(lora_request)
+    # Files that changed while vLLM read them are in a state of their own.
+    after = _state(lora_request)
+    with _watching_lock:
+        watching = list(_watching)
+    for loaded in watching:
+        loaded.loaded(lora_request.lora_int_id, after if before in (after, None) else None)
+    return result
 
 
-def _state(lora: LoraRequest) -> str | None:
+def _state(lora: Any) -> str | None:
     try:
         return state_of_directory(directory_of(lora.lora_path))
     except Exception:

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
-from tokenlake_client.engines.common.slots import LayerPair, stacked
+from tokenlake.layout import Layout
+from tokenlake_client.engines.common.slots import SLOT_DTYPES, LayerPair, sides_of, stacked
+from tokenlake_client.engines.vllm.ranks import RankShards
+from tokenlake_client.engines.vllm.step_plan import Part
 
 BlockViews = Callable[[Any], LayerPair]
 """A function from one block of some layers, [layers, KV heads, tokens, 2 * head dim], to views (keys, values), each
@@ -85,21 +88,54 @@ def stack_layers(tensors: Sequence[Any], blocks: int, views: BlockViews) -> list
     return paged
 
 
-def block_pairs(
-    stacks: Sequence[PagedLayers], sides: LayerPair, blocks: Sequence[int], skip: int
-) -> Iterator[tuple[Any, Any]]:
-    """The parts of a segment that are copied from or to each of `blocks`, from its token `skip` on: pairs (view of the
-    segment, view of a block), each [group, layer, head in group, token, dim]. `sides`: the segment's keys and values,
-    in this shape."""
-    for stack in stacks:
-        at = skip
-        for number in blocks:
-            for part in stack.block(number):
-                tokens = slice(at, at + stack.part_tokens)
-                at += stack.part_tokens
-                for side, block in zip(sides, part, strict=True):
-                    mine = side[:, stack.layers, :, tokens]
-                    yield mine, block.unflatten(1, (mine.shape[0], -1)).transpose(0, 1)
+class BlockCache:
+    """The blocks of a rank for a layout that the pool knows (`copies.Cache`)."""
+
+    def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
+        self._layout = layout
+        self._stacks = stacks
+        self._dtype = SLOT_DTYPES[layout.dtype]
+        self._shards = shards.stop - shards.first
+        self.rank = slice(shards.first * layout.shard_bytes, shards.stop * layout.shard_bytes)
+        self.shard_bytes = self._shards * layout.shard_bytes
+
+    def used(self, part: Part) -> int:
+        """See `copies.Cache`."""
+        return self.shard_bytes
+
+    def nbytes(self, part: Part) -> int:
+        """See `copies.Cache`."""
+        tokens: int = len(part.blocks) * self._stacks[0].block_tokens
+        return self.shard_bytes * tokens // self._layout.segment_tokens
+
+    def gather(self, shard: Any, part: Part) -> None:
+        """See `copies.Cache`. What lies behind the last block is filled with zeros."""
+        sides = self._sides(shard)
+        for mine, theirs in self._pairs(sides, part):
+            mine.copy_(theirs)
+        for side in sides:
+            side[:, :, :, len(part.blocks) * self._stacks[0].block_tokens :].zero_()
+
+    def scatter(self, shard: Any, part: Part) -> None:
+        """See `copies.Cache`."""
+        for mine, theirs in self._pairs(self._sides(shard), part):
+            theirs.copy_(mine)
+
+    def _sides(self, shard: Any) -> LayerPair:
+        return sides_of(shard.view(self._dtype).view(self._shards, -1), self._layout)
+
+    def _pairs(self, sides: LayerPair, part: Part) -> Iterator[tuple[Any, Any]]:
+        """The parts of a segment that are copied from or to each block of `part`: pairs (view of the segment, view of a
+        block), each [group, layer, head in group, token, dim]. `sides`: the segment's keys and values."""
+        for stack in self._stacks:
+            at = part.skip * stack.block_tokens
+            for number in part.blocks:
+                for block in stack.block(number):
+                    tokens = slice(at, at + stack.part_tokens)
+                    at += stack.part_tokens
+                    for side, theirs in zip(sides, block, strict=True):
+                        mine = side[:, stack.layers, :, tokens]
+                        yield mine, theirs.unflatten(1, (mine.shape[0], -1)).transpose(0, 1)
 
 
 def check_tensors(tensors: Mapping[str, Any], heads: int, width: int, dtype: Any, blocks: int) -> list[str]:

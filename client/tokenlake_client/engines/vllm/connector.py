@@ -4,16 +4,13 @@ connector, `SchedulerSide` and `WorkerSide`. `front` makes it."""
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,62 +20,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError, LayoutRefused, Unreachable
-from tokenlake.hints import Hints
-from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.declined import declined
-from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.common.slots import SLOT_DTYPES
-from tokenlake_client.engines.devices.cuda import CudaDevice
-from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
-from tokenlake_client.engines.vllm.blocks import PagedLayers, block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
-from tokenlake_client.engines.vllm.device_copy import DeviceCopy
+from tokenlake_client.engines.vllm.adapters import Adapters
+from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.copies import copy_for
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
-from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version, set_version, version_refused
-from tokenlake_client.engines.vllm.host_copy import HostCopy
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
-from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
-from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of, media_digests, unnamed_media
+from tokenlake_client.engines.vllm.patches import VERSION, apply
+from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, media_digests
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
-from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
-from tokenlake_client.engines.vllm.stats import TokenLakeStats, sources_of_hit, stats_of
-from tokenlake_client.engines.vllm.status import PoolStatus
+from tokenlake_client.engines.vllm.settings import read_settings
+from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook, logger, not_served
+from tokenlake_client.engines.vllm.stats import sources_of_hit
 from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
-from tokenlake_client.pool import Pool
-
-# The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
-# below it.
-logger = init_logger("vllm.tokenlake")
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-
-def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """A decorator for hooks of `KnownLayoutConnector`: after an error, which is reported, the hook returns `default()`.
-    The hook's time is added to the counts."""
-
-    def decorate(hook: Hook) -> Hook:
-        @functools.wraps(hook)
-        def call(self: KnownLayoutConnector, *args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:
-                self.hook_failed(hook.__name__, error)
-                return default()
-            finally:
-                self.counters.add(hook_seconds=time.perf_counter() - started)
-
-        return cast(Hook, call)
-
-    return decorate
 
 
 @dataclass
@@ -99,7 +61,7 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepOutcome(self.report.merged(cast(StepOutcome, other).report))
 
 
-class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM makes one connector for its scheduler and one for each rank. No hook raises, and none waits longer than its
     deadline.
 
@@ -114,17 +76,14 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         segment would end its request. Raises no other error."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self.settings = _settings_of(transfer.kv_connector_extra_config)
+        self.side = Side(transfer.kv_connector_extra_config)
+        self.settings = self.side.settings
         self._engine_id = str(transfer.engine_id)
         self._inner = self._is_inner()
-        _send_client_log_to_vllm()
         # vLLM's load-failure policy is set to recomputation: the tokens of a lost segment are recomputed, and its
         # request does not fail, whatever vLLM's default is. vLLM's scheduler reads the policy after it has made its
         # connector.
         transfer.kv_load_failure_policy = "recompute"
-        self.counters = EngineCounters()
-        self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
-        self._status = PoolStatus(logger)
         self._scheduler: SchedulerSide | None = None
         # Until `register_kv_caches` has succeeded, a rank reports that it cannot serve: the scheduler's side may have
         # promised loads to vLLM, whose blocks must then be recomputed.
@@ -132,7 +91,6 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
         self._adapters: Adapters | None = None
-        self._gpu_blocks: Any = None
         self._refusal = ""
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
@@ -146,7 +104,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 self._refuse(error)
                 self._close_scheduler()
             except Exception as error:
-                self._reports.failure("opening the connector", error)
+                self.side.reports.failure("opening the connector", error)
                 self.layout, self._refusal = None, str(error)
                 self._close_scheduler()
         if self.layout is None and role == KVConnectorRole.SCHEDULER:
@@ -156,13 +114,8 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Always False. Also checks the settings, and raises `ConfigurationError`: where CUDA graphs are in use, vLLM
         calls this method in the process that the user started, before a model is loaded."""
-        _settings_of(extra_config)
+        read_settings(extra_config, os.environ)
         return False
-
-    @property
-    def counts(self) -> Counts:
-        """A copy of the counts of this side of the connector (the scheduler's, or a rank's)."""
-        return self.counters.read()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -173,33 +126,27 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._worker is None or self._worker.flush(timeout)
 
-    @guarded(lambda: None)
-    def get_kv_connector_stats(self) -> TokenLakeStats | None:
-        """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
-        return stats_of(self.counters, self.role)
-
     # -- hooks of the scheduler's side
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def on_new_request(self, request: Any) -> None:
         """vLLM's hook for a request that has arrived."""
         if self._scheduler is None:
             if self._connection is not None:
                 self._connection.get()
             return
-        reason = _not_served(request)
+        reason = _not_served(request) or not_served(request, self._adapters)
         lora = request.lora_request
-        if reason is None and lora is not None and self._adapters is None:
-            reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
         if reason is None:
+            hints = self.side.hints(request.request_id, request.kv_transfer_params)
             adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
             extras = media_digests(request.mm_features, self.settings.segment_tokens)
-            self._scheduler.new_request(request, self._hints(request), adapter, extras, self._split(request))
+            self._scheduler.new_request(request, hints, adapter, extras, self._split(request))
         else:
             self.counters.add(requests_not_served=1)
-            self._reports.warn(f"served without the pool: {reason}")
+            self.side.refuse(reason)
 
-    @guarded(lambda: (0, False))
+    @hook(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's hook that asks how many tokens of a request the pool has behind the tokens that are computed. Returns
         (that number of tokens to load, or None while it is not known; whether the load is asynchronous)."""
@@ -209,13 +156,13 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         tokens = self._scheduler.matched(request, num_computed_tokens, reads=reads)
         return tokens, bool(tokens) and not self._scheduler.waits
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's hook for a request that was given blocks, also where nothing is to be loaded: plan its load."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @guarded(dict)
+    @hook(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """vLLM's hook after `update_state_after_alloc`: returns the loaded tokens by their source. vLLM counts tokens
         that are missing in the result as those of an unspecified source."""
@@ -223,7 +170,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             return {}
         return sources_of_hit(num_external_tokens, self._scheduler.remote_tokens(request.request_id))
 
-    @guarded(lambda: StepMetadata(StepPlan(0)))
+    @hook(lambda: StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """vLLM's hook before a step: returns the plan of loads and saves for the ranks in this step."""
         if self._scheduler is None:
@@ -239,7 +186,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             return StepMetadata(self._scheduler.unknown_step())
         return StepMetadata(self._scheduler.step(scheduled, lambda name: tables.get_block_ids(name)[0]))
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM's hook for the outcome of a step on all ranks."""
         if self._scheduler is not None:
@@ -250,7 +197,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 set(connector_output.invalid_block_ids or ()),
             )
 
-    @guarded(lambda: (False, None))
+    @hook(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM's hook for a request that has finished. Returns (True while the ranks still have to read its blocks,
         the `kv_transfer_params` of the answer: for the engine that decodes the request, None where there is none)."""
@@ -269,57 +216,22 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         # None.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep a reference to the block pool of vLLM's own cache: `reset_cache` counts its used blocks."""
-        self._gpu_blocks = gpu_block_pool
-
-    @guarded(lambda: False)
-    def reset_cache(self) -> bool:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed: segments that were stored
-        before are not loaded any more (a new epoch of the weights). False: some requests still have blocks, whose cache
-        vLLM continues to use."""
-        if self._scheduler is None or self._epoch is None:
-            return True
-        blocks = self._gpu_blocks
-        # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
-        empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
-        if empty:
-            self._scheduler.cache_emptied()
-        self._scheduler.new_weights(self._epoch.reset(empty=empty))
-        return empty
-
-    @guarded(lambda: None)
-    def new_weights(self, version: str) -> None:
-        """To be called when the weights were changed in place to the trainer's `version`: from now on segments are
-        shared with engines that started from the same weights and have the same version. Only for the scheduler's side,
-        after a reset and before anything is computed."""
-        if self._scheduler is None or self._epoch is None:
-            return
-        digest = self._epoch.named(version)
-        if digest is None:
-            self._reports.warn(version_refused(version))
-            digest = self._epoch.reset(empty=False)
-        self._scheduler.new_weights(digest)
-
-    def _hints(self, request: Any) -> Hints | None:
-        try:
-            return hints_of(request.kv_transfer_params)
-        except ValueError as error:
-            self._reports.warn(
-                f"request {request.request_id[:100]!r} is served without its hints: {error}", kind="hints"
-            )
-            return None
+    def planner(self) -> tuple[WeightsEpoch, SchedulerSide] | None:
+        """See `PoolHooks`."""
+        return (self._epoch, self._scheduler) if self._epoch is not None and self._scheduler is not None else None
 
     def _split(self, request: Any) -> Split:
         # vLLM accepts each field of an answer from one connector only, and another one may hand the prompt over too.
         if self._inner:
             if is_split(request.kv_transfer_params):
-                self._reports.warn("no prompt is handed over to another engine: the connector is within another one")
+                self.side.reports.warn(
+                    "no prompt is handed over to another engine: the connector is within another one"
+                )
             return NOT_SPLIT
         try:
             return split_of(request.kv_transfer_params)
         except ValueError as error:
-            self._reports.warn(
+            self.side.reports.warn(
                 f"request {request.request_id[:100]!r} is served as if no other engine had computed it: {error}",
                 kind="remote prefill",
             )
@@ -327,7 +239,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     # -- hooks of the ranks
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """vLLM's hook for its allocated cache: the rank begins to serve, if it can read and write the cache."""
         if self.layout is None:
@@ -338,13 +250,13 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._refuse(error)
             self._decline()
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step. vLLM calls this hook first in each step, before any block is written."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.begin(kv_connector_metadata.plan)
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """vLLM's hook for loads: execute those of the step. vLLM calls it before the forward pass if the step waits for
         loads, else after it."""
@@ -358,31 +270,31 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """vLLM's hook for saves by layer. It does nothing: whole segments are copied out of the blocks after the
         step."""
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def wait_for_save(self) -> None:
         """vLLM's hook at the end of a step: queue the segments whose tokens the step completed, so that they are stored
         in the background."""
         if self._worker is not None:
             self._worker.save()
 
-    @guarded(lambda: (None, None))
+    @hook(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """vLLM's hook for asynchronous work of this rank. Returns (finished requests whose blocks may be freed,
         requests whose loads ended), both since the last call."""
         return self._worker.finished() if self._worker is not None else (None, None)
 
-    @guarded(set)
+    @hook(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """vLLM's hook for failed loads: returns the numbers of the blocks that loads since the last call should have
         filled and did not."""
         return self._worker.errors() if self._worker is not None else set()
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """vLLM's hook after a step: returns this rank's report on the step, for the scheduler's side."""
         return StepOutcome(self._worker.report()) if self._worker is not None else None
 
-    @guarded(lambda: None)
+    @hook(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
         self._close_part(self._worker)
@@ -409,7 +321,7 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         except ConfigurationError:
             raise
         except Exception as error:
-            self._reports.failure("finding the layout", error)
+            self.side.reports.failure("finding the layout", error)
             self._refusal = str(error)
         return None
 
@@ -428,30 +340,22 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         _log_refusal(self._refusal)
 
     def _decline(self) -> None:
-        self._connection = declined(self.settings.socket, self.settings.daemon_uid, self._refusal)
+        self._connection = self.side.decline(self._refusal)
 
     def _log_status(self) -> None:
         if self._connection is not None and self._scheduler is not None:
-            self._status.update(cast("Pool | None", self._connection.pool), silent=self._scheduler.silent)
+            self.side.status.update(self._connection.pool, silent=self._scheduler.silent)
 
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(
-            lambda: Pool.connect(
-                self.settings.socket or None,
-                layout,
-                self.settings.credential,
-                daemon_uid=self.settings.daemon_uid,
-                deadlines=self.settings.deadlines,
-            ),
-            self._reports.failure,
+            lambda: self.side.connect(layout, verify=False),
+            self.side.reports.failure,
             wait_s=0.0,
         )
         self._epoch = WeightsEpoch(layout.weights_digest)
-        on_weight_version(set_version)
-        lora = self._vllm_config.lora_config
-        if lora is not None and watch_loads():
-            options = options_of(lora, self._vllm_config.model_config.dtype)
-            self._adapters = Adapters(options, lambda line: self._reports.warn(line, kind="adapters"))
+        apply(VERSION)
+        config = self._vllm_config
+        self._adapters = self.side.adapters(config.lora_config, config.model_config.dtype)
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
@@ -459,11 +363,11 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self.settings,
             self._block,
             self.counters,
-            self._reports.failure,
+            self.side.reports.failure,
             segment_bytes=layout.segment_bytes,
             shared=rank_shards(layout, 0, ranks).writers > 1,
             model=str(self._vllm_config.model_config.served_model_name),
-            refuse=lambda line: self._reports.warn(line, kind="remote prefill"),
+            refuse=lambda line: self.side.reports.warn(line, kind="remote prefill"),
         )
         self._log_status()
 
@@ -475,22 +379,11 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         names = check_tensors(kv_caches, heads, width, SLOT_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
-        copy = _copier(layout, shards, stacks)
+        copy = copy_for(BlockCache(layout, shards, stacks), {stacks[0].tensor.device})
         session = RankSession(
-            lambda number: Pool.connect(
-                self.settings.socket or None,
-                layout,
-                self.settings.credential,
-                session=SessionId(number),
-                verify=self.settings.verify,
-                daemon_uid=self.settings.daemon_uid,
-                deadlines=self.settings.deadlines,
-            ),
-            self._reports.failure,
+            lambda number: self.side.connect(layout, number, verify=self.settings.verify), self.side.reports.failure
         )
-        adapters = None
-        if self._vllm_config.lora_config is not None and watch_loads():
-            adapters = LoadedAdapters(lambda line: self._reports.warn(line, kind="adapters"))
+        adapters = self.side.loaded_adapters() if self._vllm_config.lora_config is not None else None
         self._worker = WorkerSide(
             session,
             copy,
@@ -498,40 +391,18 @@ class KnownLayoutConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self.settings,
             self._block,
             self.counters,
-            self._reports.failure,
-            lambda line: self._reports.warn(line, kind="loads"),
+            self.side.reports.failure,
+            lambda line: self.side.reports.warn(line, kind="loads"),
             adapters,
         )
 
-    def hook_failed(self, hook: str, error: Exception) -> None:
-        """Count and log an error that vLLM's hook `hook` raised, so that vLLM goes on without the pool's help."""
-        self._reports.failure(f"hook {hook}", error)
+    def hook_failed(self, name: str, error: Exception) -> None:
+        """See `PoolHooks`."""
+        super().hook_failed(name, error)
         # A call that the daemon did not answer may have cost a deadline, so the pool is not used for a while after it.
         # Any other error came at once, perhaps from the values of one request: the pool serves the next one.
         if self._connection is not None and isinstance(error, Unreachable):
             self._connection.failed()
-
-
-def _send_client_log_to_vllm() -> None:
-    """Give the client's logger the handlers of vLLM's logger, because a logger without handlers prints its warnings
-    without time and level."""
-    client, vllm = logging.getLogger("tokenlake_client"), logging.getLogger("vllm")
-    if not client.hasHandlers():
-        for handler in vllm.handlers:
-            client.addHandler(handler)
-
-
-def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
-    return read_settings(extra, os.environ)
-
-
-def _copier(layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> HostCopy | DeviceCopy:
-    device = stacks[0].tensor.device
-    if device.type == "cpu":
-        return HostCopy(layout, shards, stacks)
-    if device.type == "cuda":
-        return DeviceCopy(layout, shards, stacks, CudaDevice(device))
-    raise LayoutRefused(f"the cache is on a device of kind {device.type!r}; supported: cpu, cuda")
 
 
 @functools.cache
@@ -539,26 +410,6 @@ def _log_refusal(reason: str) -> None:
     """Log the reason why the pool cannot serve the model, once per process: the scheduler's side and a rank in the same
     process find the same reason."""
     logger.warning("TokenLake: served without the pool: %s", reason)
-
-
-def check_failure_policy() -> None:
-    """Raise `ConfigurationError` where vLLM's scheduler would end a request whose segment is lost.
-
-    A connector within another one, such as `MultiConnector`, gets a configuration of its own, but the scheduler reads
-    the policy in the outer one. vLLM's current configuration is the outer one while a rank makes its connector. A rank
-    can therefore check the policy, but not set it, because it may run in another process than the scheduler. The
-    scheduler's side does not see the outer configuration.
-    """
-    outer = get_current_vllm_config_or_none()
-    transfer = outer.kv_transfer_config if outer is not None else None
-    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
-        raise ConfigurationError(
-            "kv_load_failure_policy",
-            transfer.kv_load_failure_policy,
-            "'recompute': a lost segment would end its request with an error. Add "
-            f'"kv_load_failure_policy": "recompute" to --kv-transfer-config, beside "kv_connector": '
-            f'"{transfer.kv_connector}" (vLLM does not read it within "connectors")',
-        )
 
 
 def _not_served(request: Any) -> str | None:
@@ -569,7 +420,7 @@ def _not_served(request: Any) -> str | None:
         return "requests that do not generate"
     if request.resumable:
         return "requests whose input is still streaming"
-    return unnamed_media(request.mm_features)
+    return None
 
 
 def _scheduled(output: Any) -> list[ScheduledPart]:

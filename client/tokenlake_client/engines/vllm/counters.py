@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 
 PREFIX = "vllm:tokenlake_"
 """The beginning of the names of all metrics."""

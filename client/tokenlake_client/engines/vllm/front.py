@@ -15,7 +15,7 @@ from tokenlake_client.engines.vllm.blocks import block_views
 from tokenlake_client.engines.vllm.connector import KnownLayoutConnector, backend_name
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
-from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
+from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name
 
 logger = init_logger("vllm.tokenlake")
 
@@ -74,7 +74,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The metrics of a connector of either class on vLLM's metrics page. vLLM calls this method in the process that
         serves the page, before any stats arrive. None after an error, which is logged."""
         find_by_name(cls.__name__, "tokenlake_client.engines.vllm")
-        return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        try:
+            return TokenLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        except Exception as error:
+            logger.warning("TokenLake: its metrics are missing: %s: %s", type(error).__name__, error)
+            return None
 
 
 def _refusal(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The waits of lookups for other engines. Imports no engine.
+"""The waits of lookups for other engines, and the markers for which other engines wait. Imports no engine.
 
 A lookup may wait in the daemon for another engine that is computing the missing segments (in-flight segments)::
 
@@ -14,12 +14,15 @@ other requests of this engine keep it from that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 from tokenlake_client.engines.vllm.disaggregated import EXPECTED_S, LEAST_WAIT_S, RemotePrefill
 from tokenlake_client.engines.vllm.load_cost import LoadCosts
+from tokenlake_client.engines.vllm.lookup import Lookup
+from tokenlake_client.engines.vllm.request import RequestState
+from tokenlake_client.pool import Pool
 
 MAX_WAITING = 16
 """Limit of the lookups that may wait for other engines at a time: the segments that a lookup has found stay leased
@@ -80,3 +83,81 @@ class InFlightWaits:
         """True if a request of this engine computes a segment of the prompt with these keys. That may be the request
         that has the prompt, if it has lost its blocks."""
         return any(index < len(keys) and keys[index] == key for index, key in self._computing.values())
+
+
+class InFlightMarkers:
+    """Sets and removes the in-flight markers of the segments that this engine computes. For the scheduler's thread."""
+
+    def __init__(
+        self,
+        pool: Callable[[], Pool | None],
+        waits: InFlightWaits,
+        salt: str | None,
+        report: Callable[[str, BaseException], None],
+        *,
+        stores: bool,
+    ) -> None:
+        """`pool` returns the pool or None. `salt`: that of the engine. `report`, `stores`: as of the scheduler's
+        side and of `InFlightWaits`."""
+        self._pool = pool
+        self._waits = waits
+        self._salt = salt
+        self._report = report
+        self._stores = stores
+        self._moving: dict[int, tuple[Sequence[SegmentKey], int]] = {}
+        """By the number of the last save job of a request that moves: the keys of its segments, and the index of the
+        first one that has an in-flight marker until the job is done."""
+
+    def computes(self, state: RequestState, lookup: Lookup) -> None:
+        """Record that this engine computes the segments that the lookup has not found. If the lookup could wait, the
+        daemon has set the in-flight marker of the first one for this engine."""
+        first = lookup.keys[lookup.hits]
+        self._waits.computes(state.request.request_id, lookup.hits, first)
+        if lookup.wait.total_s and (first == state.tail or not self._stores):
+            # This engine does not store the segment.
+            pool = self._pool()
+            if pool is not None:
+                pool.engine.mark_in_flight([first], 0.0)
+        elif lookup.wait.total_s:
+            state.gap, state.marker_s = lookup.hits, lookup.marker_s
+
+    def set(self, state: RequestState, seconds: float) -> None:
+        """Set markers, which last for `seconds`, for the segments of the prompt that the pool lacks. 0 removes them,
+        unless another request of this engine computes the same segments. Never raises."""
+        pool = self._pool()
+        if pool is None or state.gap is None:
+            return
+        try:
+            keys = state.keys(pool, self._salt)
+            if seconds:
+                pool.engine.mark_in_flight(keys[state.gap :], seconds)
+            else:
+                self._withdraw(keys, state.gap)
+        except Exception as error:
+            self._report("setting in-flight markers", error)
+
+    def move(self, state: RequestState, first: int) -> None:
+        """Set markers for the segments from index `first` on that were handed out and not stored yet: another engine
+        goes on with the request. Never raises."""
+        pool = self._pool()
+        if pool is None:
+            return
+        try:
+            keys = list(state.keys(pool, self._salt)[: state.saved.segments])
+            pool.engine.mark_in_flight(keys[first:], LONGEST_S)
+            self._moving[state.last_job] = keys, first
+        except Exception as error:
+            self._report("setting in-flight markers", error)
+
+    def done(self, job: int) -> None:
+        """Record that the save jobs up to `job` are done: markers end when their segments are stored, and those of
+        refused segments are removed here, so that no other engine waits for them."""
+        for number in [number for number in self._moving if number <= job]:
+            self._withdraw(*self._moving.pop(number))
+
+    def _withdraw(self, keys: Sequence[SegmentKey], first: int) -> None:
+        """Remove the markers of a prompt's segments from index `first` on, unless another request of this engine
+        computes them."""
+        pool = self._pool()
+        if pool is not None and not self._waits.computed_here(keys):
+            pool.engine.mark_in_flight(keys[first:], 0.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
@@ -198,21 +198,6 @@ class LoadCosts:
         return found
 
 
-class StepPart(Protocol):
-    """The part of one step of the engine (a forward pass over several requests) that belongs to one request, as two
-    numbers of tokens."""
-
-    @property
-    def new(self) -> int:
-        """The number of tokens of the request that the step computes."""
-        ...
-
-    @property
-    def computed(self) -> int:
-        """The number of tokens of the request that were computed before the step."""
-        ...
-
-
 class PrefillSteps:
     """Chooses the engine's steps whose time counts as a measured prefill time: those with at least half of their tokens
     in prompts. A request that decodes in such a step counts as a prefill of one token, because all terms of the fit are
@@ -223,7 +208,7 @@ class PrefillSteps:
         self._clock = clock
         self._steps: dict[int, list[tuple[int, int]]] = {}
 
-    def begin(self, step: int, parts: Sequence[StepPart]) -> None:
+    def begin(self, step: int, parts: Sequence[Any]) -> None:
         """Record that `step` computes these parts, one per request; `end` then records its duration."""
         prompts = sum(part.new for part in parts if part.new > 1)
         if prompts and 2 * prompts >= sum(part.new for part in parts):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tokenlake_client.engines.vllm.load_cost import Owner
-from tokenlake_client.engines.vllm.pool import MatchedLease
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
+from tokenlake_client.lease import Lease
 
 
 @dataclass(slots=True)
 class _Load:
     plan: LoadPlan
-    lease: MatchedLease | None
+    lease: Lease | None
     owners: tuple[Owner, ...]
     step: int = 0
     """The number of the step in which the ranks got the plan of the load; 0 before that."""
@@ -47,7 +47,7 @@ class ScheduledLoads:
     def add(
         self,
         plan: LoadPlan,
-        lease: MatchedLease | None = None,
+        lease: Lease | None = None,
         owners: tuple[Owner, ...] = (),
         ended: Callable[[], None] | None = None,
     ) -> None:

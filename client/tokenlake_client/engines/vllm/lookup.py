@@ -1,23 +1,68 @@
-"""Lookups: questions to the pool for the cached prefix of a prompt. No call waits for the daemon. Imports no engine.
+"""Lookups: questions to the pool for the cached segments of a prompt. No call waits for the daemon. Imports no engine.
 
-The waits of lookups for other engines are decided by `in_flight_waits`.
+No lookup is started until the daemon has answered the late one, so that a frozen daemon delays one request by one
+deadline and not every request. The waits of lookups for other engines are decided by `in_flight_waits`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
-from tokenlake_client.engines.common.pool import RequestInfo
-from tokenlake_client.engines.vllm.late_lookup import LateLookup
+from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
-from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
+from tokenlake_client.heartbeat import PendingHeartbeat
+from tokenlake_client.lease import Lease, PendingNodes
+from tokenlake_client.match import PendingMatch
+from tokenlake_client.pool import Pool
+
+SILENT_S = 1.0
+"""A daemon that has not answered a lookup for this long after its deadline is reported as silent."""
 
 
-class Lookup:
+class PolledMatch:
+    """A match whose answer, a lease, is polled within a deadline. For the scheduler's thread."""
+
+    def __init__(self, pending: PendingMatch | None, deadline_s: float, clock: Callable[[], float]) -> None:
+        """`pending`: the match; None: it is sent later."""
+        self._pending = pending
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self.started = clock()
+        self.due = self.started + deadline_s
+        """The time from which the next answer counts as late."""
+        self.lease: Lease | None = None
+        self._took: tuple[int, int, float] | None = None
+
+    def poll(self) -> bool:
+        """True if the answer has arrived. Raises `TokenLakeError` if it will not arrive."""
+        if self.lease is None and self._pending is not None:
+            answers = self._pending.answers
+            self.lease = self._pending.poll()
+            if self._pending.answers > answers:
+                # A long prompt takes several requests, and the engine may poll only between its steps.
+                self.due = max(self.due, self._clock() + self._deadline_s)
+            if self.lease is not None and self._took is not None:
+                self.lease.takes(*self._took)
+        return self.lease is not None
+
+    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
+        """Record the tokens that are loaded, as `Lease.takes`. A later call replaces an earlier one."""
+        self._took = start, stop, saved_s
+        if self.lease is not None:
+            self.lease.takes(start, stop, saved_s)
+
+    def drop(self) -> None:
+        """Release the lease, now or when the answer arrives."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+
+class Lookup(PolledMatch):
     """A request for the cached prefix of a prompt, and its answer: a lease, and the node of each leased segment. The
     daemon is asked for the nodes by a second request, only if some segments lie on other nodes."""
 
@@ -31,35 +76,23 @@ class Lookup:
         wait: InFlightWait = NO_WAIT,
     ) -> None:
         """`pending`: the match for `keys`. `node`: the name of this node. `wait`: how long the answer may wait for
-        another engine."""
+        another engine; `due` does not limit it."""
+        super().__init__(pending, deadline_s, clock)
         self.keys = keys
         self.wait = wait
-        self._pending = pending
         self._node = node
-        self._deadline_s = deadline_s
-        self._clock = clock
         self._pending_nodes: PendingNodes | None = None
-        self.started = clock()
-        self.due = self.started + deadline_s
-        """The time from which the next answer to the lookup counts as late, unless the lookup waits for another
-        engine."""
-        self.lease: MatchedLease | None = None
         self.owners: tuple[Owner, ...] = ()
         """The owner of each segment that is still leased."""
         self.hits = 0
         """The number of segments that the lookup found in the pool."""
-        self._done = False
-        self._took: tuple[int, int, float] | None = None
+        self.answered = False
+        """True: the answer of the lookup has arrived."""
 
     @property
     def waiting(self) -> bool:
         """True if the daemon may still hold the answer back because another engine computes the segments."""
         return self.wait.total_s > 0 and self.lease is None
-
-    @property
-    def answered(self) -> bool:
-        """True if the answer of the lookup has arrived."""
-        return self._done
 
     @property
     def marker_s(self) -> float:
@@ -68,24 +101,11 @@ class Lookup:
         return self.wait.seconds(len(self.keys) - self.hits)
 
     def poll(self) -> bool:
-        """True if the answer of the lookup has arrived. Raises `TokenLakeError` if it will not arrive."""
-        if self.lease is None:
-            answers = self._pending.answers
-            self.lease = self._pending.poll()
-            if self._pending.answers > answers:
-                # A long prompt takes several requests, and the engine may poll only between its steps.
-                self.due = max(self.due, self._clock() + self._deadline_s)
-            if self.lease is not None and self._took is not None:
-                self.lease.takes(*self._took)
-        if self.lease is not None and not self._done:
+        """See `PolledMatch`."""
+        super().poll()
+        if self.lease is not None and not self.answered:
             self._find_owners(self.lease)
-        return self._done
-
-    def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
-        """Record the tokens that are loaded, as `MatchedLease.takes`. A later call replaces an earlier one."""
-        self._took = start, stop, saved_s
-        if self.lease is not None:
-            self.lease.takes(start, stop, saved_s)
+        return self.answered
 
     def keep(self, count: int) -> None:
         """Keep the first `count` leased segments of the lookup's answer, and release the others."""
@@ -94,12 +114,12 @@ class Lookup:
             self.owners = self.owners[:count]
 
     def drop(self) -> None:
-        """Release the lookup's lease, now or when the answer arrives."""
-        self._pending.cancel()
+        """See `PolledMatch`."""
+        super().drop()
         if self._pending_nodes is not None:
             self._pending_nodes.cancel()
 
-    def _find_owners(self, lease: MatchedLease) -> None:
+    def _find_owners(self, lease: Lease) -> None:
         if lease.local_hits < lease.hits:
             if self._pending_nodes is None:
                 self._pending_nodes = lease.begin_nodes()
@@ -112,11 +132,49 @@ class Lookup:
         else:
             self.owners = (LOCAL,) * lease.hits
         self.hits = len(self.owners)
-        self._pending_nodes, self._done = None, True
+        self._pending_nodes, self.answered = None, True
+
+
+class LateLookup:
+    """The lookup of an engine that was given up and is not answered yet, if there is one. For the scheduler's
+    thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lookup: PolledMatch | None = None
+
+    @property
+    def silent(self) -> bool:
+        """True if the daemon has not answered the late lookup for more than `SILENT_S`."""
+        return self._lookup is not None and self._clock() - self._lookup.due > SILENT_S
+
+    def give_up(self, lookup: PolledMatch) -> None:
+        """Give up `lookup`, whose answer is late. It is dropped as soon as its answer has arrived, or at once if there
+        is a late lookup already."""
+        if self._lookup is None:
+            self._lookup = lookup
+        else:
+            lookup.drop()
+
+    def answered(self) -> bool:
+        """False while the daemon has not answered the late lookup. An unforeseen error of the lookup is raised once,
+        and ends it."""
+        late = self._lookup
+        if late is None:
+            return True
+        ended = True
+        try:
+            with contextlib.suppress(TokenLakeError):
+                ended = late.poll()
+        finally:
+            if ended:
+                self._lookup = None
+                late.drop()
+        return ended
 
 
 class Lookups:
-    """Starts lookups and gives up those whose answer is late (`late_lookup`). A lookup that waits for another engine is
+    """Starts lookups and gives up those whose answer is late (`LateLookup`). A lookup that waits for another engine is
     given up as early if the daemon does not answer heartbeats. For the scheduler's thread."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
@@ -127,12 +185,12 @@ class Lookups:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for more than `late_lookup.SILENT_S`."""
+        """True if the daemon has not answered a late lookup for more than `SILENT_S`."""
         return self._late.silent
 
     def begin(
         self,
-        pool: SchedulerPool,
+        pool: Pool,
         keys: Sequence[SegmentKey],
         request: str,
         hints: Hints | None = None,
@@ -144,7 +202,7 @@ class Lookups:
         if not self._late.answered():
             return None
         options = RequestInfo(request, hints, tokens).match_options(wait)
-        pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
+        pending = pool.engine.begin_match(keys, options, deadline_s=self._deadline_s)
         try:
             if wait.total_s:
                 self._heartbeat.begin(pool)
@@ -176,15 +234,15 @@ class _Heartbeat:
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
-        self._pool: SchedulerPool | None = None
+        self._pool: Pool | None = None
         self._beat: PendingHeartbeat | None = None
         self._begun = 0.0
 
-    def begin(self, pool: SchedulerPool) -> None:
+    def begin(self, pool: Pool) -> None:
         """Send a heartbeat over `pool`, unless the reply to an earlier one is outstanding. Raises `TokenLakeError`."""
         if not self._outstanding():
             self._pool, self._begun = pool, self._clock()
-            self._beat = pool.begin_heartbeat()
+            self._beat = pool.engine.begin_heartbeat()
 
     def alive(self) -> bool:
         """True if the daemon answers heartbeats; False if the reply to a heartbeat has been outstanding for a deadline.

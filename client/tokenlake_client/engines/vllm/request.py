@@ -7,17 +7,17 @@ import reprlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tokenlake.hints import Hints, Outlook
+from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.vllm.adapters import RequestAdapter
+from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
 from tokenlake_client.engines.vllm.lookup import Lookup
-from tokenlake_client.engines.vllm.pool import SchedulerPool
+from tokenlake_client.pool import Pool
 from tokenlake_client.salts import joined_salt
 
 HINTS_KEY = "tokenlake"
@@ -28,50 +28,20 @@ _STOP_REASONS = {
     "FINISHED_REPETITION": "repetition",
     "FINISHED_ABORTED": "abort",
 }
+MAX_SHOWN = 200
+"""Limit of the characters of an error that a client's values may make long."""
 _OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
-_HINT_FIELDS = {"outlook": str, "category": str, "priority": int, "ttl_s": int | float}
-
-
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 """A hash of vLLM's: BLAKE3, SHA-256 or SHA-512 in hexadecimal digits."""
 
 
-class MediaPlace(Protocol):
-    """The place of an input's tokens in the prompt."""
+class _RequestHints(msgspec.Struct, forbid_unknown_fields=True):
+    """The hints of a request as its client states them."""
 
-    offset: int
-    length: int
-
-
-class MediaInput(Protocol):
-    """The part of vLLM's `MultiModalFeatureSpec` that the connector uses: an image, a sound or a video of a request."""
-
-    modality: str
-    identifier: str
-    mm_hash: str | None
-
-    @property
-    def mm_position(self) -> MediaPlace:
-        """The place of the input's tokens in the prompt."""
-        ...
-
-
-class EngineRequest(Protocol):
-    """The part of vLLM's `Request` that the connector uses."""
-
-    request_id: str
-    num_computed_tokens: int
-    cache_salt: str | None
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the request that are known: the prompt and the sampled tokens."""
-        ...
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The known tokens."""
-        ...
+    outlook: Literal["unknown", "goes_on", "over"] = "unknown"
+    category: str = ""
+    priority: int = 0
+    ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +59,42 @@ class ScheduledPart:
     whole: bool
 
 
-@dataclass(slots=True)
-class RequestState:
-    """The scheduler side's state of one request: its keys, its lookup, and its permissions to load and to store."""
+@dataclass(slots=True, kw_only=True)
+class ServedRequest:
+    """What both connectors know of a request on the scheduler's side: its hints, its adapter and its permissions."""
 
-    request: EngineRequest
-    saved: SavedTokens
     hints: Hints | None = None
     """The hints that the request carried in vLLM's `kv_transfer_params`."""
-    weights: str | None = None
-    """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
     adapter: RequestAdapter | None = None
     """The request's LoRA adapter."""
+    placed: bool = False
+    """True: vLLM has given the request blocks. If it then asks for the request's matched tokens again, the request has
+    lost its blocks and begins anew."""
+    may_store: bool = True
+    """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
+    may_load: bool = True
+    """False: a lookup was late or a load failed; the request does not use the pool again."""
+
+    @property
+    def identified(self) -> bool:
+        """True if all values are known on which the keys depend."""
+        return self.adapter is None or self.adapter.digest is not None
+
+    @property
+    def adapter_use(self) -> AdapterUse | None:
+        """The request's adapter for the ranks."""
+        return self.adapter.use if self.adapter is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState(ServedRequest):
+    """The scheduler side's state of one request, with its keys and its lookup."""
+
+    request: Any
+    """vLLM's `Request`."""
+    saved: SavedTokens
+    weights: str | None = None
+    """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
     extras: Mapping[int, Sequence[bytes]] | None = None
     """By the index of a segment, digests of the images and other inputs in it."""
     split: Split = NOT_SPLIT
@@ -121,13 +115,6 @@ class RequestState:
     incarnation: int = 0
     """The incarnation of the daemon whose tenant secret the keys in `prefix` were hashed with."""
     lookup: Lookup | None = None
-    placed: bool = False
-    """True: vLLM has given the request blocks. If vLLM then asks for its matched tokens again, the request has lost its
-    blocks and begins anew."""
-    may_store: bool = True
-    """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
-    may_load: bool = True
-    """False: a lookup was late or a load failed; the request does not use the pool again."""
     local: int = 0
     """The number of the request's tokens in vLLM's own prefix cache when vLLM last asked for matched tokens."""
     skipped: int = 0
@@ -146,38 +133,33 @@ class RequestState:
     """Seconds that the in-flight markers from segment `gap` on should last, if the prompt takes several steps; 0: they
     are set already, or not needed."""
 
-    @property
-    def identified(self) -> bool:
-        """True if all values are known on which the keys depend."""
-        return self.adapter is None or self.adapter.digest is not None
-
-    def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
+    def keys(self, pool: Pool, salt: str | None) -> Sequence[SegmentKey]:
         """The keys of all full segments of the request's known tokens. Only tokens that were not hashed before are
         hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
         engine, which is part of the keys. Only for a request that is `identified`."""
-        if self.prefix is None or self.incarnation != pool.incarnation:
+        if self.prefix is None or self.incarnation != pool.engine.incarnation:
             self.prefix = pool.prefix(
                 adapter=self.adapter.digest if self.adapter is not None else None,
                 salt=joined_salt(salt, self.request.cache_salt),
                 extras=self.extras,
                 weights_digest=self.weights,
             )
-            self.incarnation = pool.incarnation
+            self.incarnation = pool.engine.incarnation
         known = self.prefix.tokens
         if known < self.request.num_tokens:
             self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
         return self.prefix.keys
 
-    def contents(self, pool: SchedulerPool, segments: range, model: str) -> tuple[bytes, ...]:
+    def contents(self, pool: Pool, segments: range, model: str) -> tuple[bytes, ...]:
         """The contents of `segments`, whose keys are known, for routers. `model`: the name under which vLLM serves it.
         Empty where the daemon does not publish them, and for a prompt that a router does not know by its tokens: one
         with a salt of its own or with media."""
         if not model or self.prefix is None or self.extras or self.request.cache_salt is not None:
             return ()
         adapter = self.adapter.name if self.adapter is not None else ""
-        return pool.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
+        return pool.engine.contents(self.prefix, self.request.all_token_ids, segments, model, adapter)
 
-    def tail_key(self, pool: SchedulerPool, salt: str | None, segment: int) -> SegmentKey | None:
+    def tail_key(self, pool: Pool, salt: str | None, segment: int) -> SegmentKey | None:
         """The key of the tail of the prompt; None where the prompt has no tail that the engine that decodes it needs.
         Arguments as of `keys`. `segment`: the number of tokens of a segment."""
         if not has_tail(self.prompt, segment):
@@ -186,6 +168,15 @@ class RequestState:
         full = self.prompt // segment
         assert self.prefix is not None
         return self.prefix.tail_key(full, self.request.all_token_ids[full * segment : self.prompt])
+
+    def end(self, end: RequestEnd, pool: Pool | None, salt: str | None) -> None:
+        """Set the final hints of the request: send them for the segments that were handed out or loaded; segments that
+        are stored later carry them. `pool`, `salt`: as of `keys`; without a pool nothing is sent. Raises the errors of
+        the pool."""
+        known = self.hints or NO_HINTS
+        self.hints = known.ended(end.stop_reason, end.output_tokens)
+        if pool is not None and self.prefix is not None and self.hints != known and self.saved.segments:
+            pool.hint(self.keys(pool, salt)[: self.saved.segments], self.hints)
 
     def drop_lookup(self) -> None:
         """Give up the request's lookup: the segments that it found or will find are released."""
@@ -284,9 +275,10 @@ def loadable_segments(total: int, segment: int, block: int) -> int:
     return -(-loadable_until(total // segment, total, segment, block) // segment)
 
 
-def media_digests(features: Sequence[MediaInput], segment: int) -> dict[int, list[bytes]] | None:
+def media_digests(features: Sequence[Any], segment: int) -> dict[int, list[bytes]] | None:
     """The extras of `Pool.prefix` for a prompt with these images, sounds or videos: by the index of a segment, a digest
-    of each input that has tokens in it, and its place relative to the segment. None without inputs."""
+    of each input that has tokens in it, and its place relative to the segment. None without inputs. `features`: vLLM's
+    `MultiModalFeatureSpec` of each."""
     extras: dict[int, list[bytes]] = {}
     for feature in sorted(features, key=lambda one: one.mm_position.offset):
         start, tokens = feature.mm_position.offset, feature.mm_position.length
@@ -298,7 +290,7 @@ def media_digests(features: Sequence[MediaInput], segment: int) -> dict[int, lis
     return extras or None
 
 
-def unnamed_media(features: Sequence[MediaInput]) -> str | None:
+def unnamed_media(features: Sequence[Any]) -> str | None:
     """The reason why the pool cannot serve a request with these inputs; None if it can. vLLM hashes the content of an
     input, unless the client names it (`multi_modal_uuids`): such a name may stand for another content elsewhere."""
     if all(_HASH.fullmatch(_media_hash(feature)) for feature in features):
@@ -306,9 +298,10 @@ def unnamed_media(features: Sequence[MediaInput]) -> str | None:
     return "requests whose images, sounds or videos have names of the client (multi_modal_uuids)"
 
 
-def _media_hash(feature: MediaInput) -> str:
+def _media_hash(feature: Any) -> str:
     # The identifier may have the name of a LoRA adapter before the hash; the keys have the adapter's digest.
-    return feature.mm_hash or feature.identifier
+    hashed: str = feature.mm_hash or feature.identifier
+    return hashed
 
 
 def hints_of(params: object) -> Hints | None:
@@ -325,21 +318,10 @@ def hints_of(params: object) -> Hints | None:
     fields = params.get(HINTS_KEY)
     if fields is None:
         return None
-    known = ", ".join(_HINT_FIELDS)
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"field {HINTS_KEY!r} of kv_transfer_params must be an object with the fields {known}")
-    for name, value in fields.items():
-        if name not in _HINT_FIELDS:
-            raise ValueError(
-                f"field {HINTS_KEY!r} of kv_transfer_params has the unknown field {reprlib.repr(name)}; known: {known}"
-            )
-        if not isinstance(value, _HINT_FIELDS[name]) or isinstance(value, bool):
-            raise ValueError(f"field {name!r} of {HINTS_KEY!r} in kv_transfer_params is {reprlib.repr(value)}")
-    outlook = fields.get("outlook", "unknown")
-    if outlook not in _OUTLOOKS:
-        raise ValueError(
-            f"field 'outlook' of {HINTS_KEY!r} in kv_transfer_params is {reprlib.repr(outlook)}; expected one of "
-            f"{', '.join(_OUTLOOKS)}"
-        )
-    others = {name: value for name, value in fields.items() if name != "outlook"}
-    return Hints(_OUTLOOKS[outlook], **others)
+    try:
+        said = msgspec.convert(fields, _RequestHints)
+        return Hints(_OUTLOOKS[said.outlook], said.category, priority=said.priority, ttl_s=said.ttl_s)
+    except ValueError as error:
+        text = str(error)
+        shown = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 2 :]}"
+        raise ValueError(f"field {HINTS_KEY!r} of kv_transfer_params: {shown}") from None

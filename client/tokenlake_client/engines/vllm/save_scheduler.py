@@ -10,10 +10,11 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.disaggregated import UNREAD
-from tokenlake_client.engines.vllm.pool import Reservation, SchedulerPool
 from tokenlake_client.engines.vllm.request import RequestState
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import SavePlan
+from tokenlake_client.pool import Pool
+from tokenlake_client.write import Reservation
 
 
 class ScheduledSaves:
@@ -36,7 +37,7 @@ class ScheduledSaves:
         """By the number of a save job, the reservation of the slots that it fills."""
 
     def plan(
-        self, pool: SchedulerPool, state: RequestState, segments: range, table: Callable[[str], Sequence[int]]
+        self, pool: Pool, state: RequestState, segments: range, table: Callable[[str], Sequence[int]]
     ) -> list[SavePlan]:
         """Plan the job that stores `segments` of a request: a list of one plan, or an empty list if no slot was
         granted. `table` returns the blocks of a request, by its name. Raises the errors of the pool and of `table`."""
@@ -52,7 +53,7 @@ class ScheduledSaves:
         return save
 
     def plan_tail(
-        self, pool: SchedulerPool, state: RequestState, key: SegmentKey, table: Callable[[str], Sequence[int]]
+        self, pool: Pool, state: RequestState, key: SegmentKey, table: Callable[[str], Sequence[int]]
     ) -> tuple[list[SavePlan], bool]:
         """Plan the job that stores the tail of a request's prompt, which has this key. Returns and raises as `plan`,
         and also returns False if the pool has refused the tail."""
@@ -66,7 +67,7 @@ class ScheduledSaves:
         return save, granted > 0
 
     def _complete(
-        self, pool: SchedulerPool, state: RequestState, save: SavePlan, hints: Hints | None
+        self, pool: Pool, state: RequestState, save: SavePlan, hints: Hints | None
     ) -> tuple[list[SavePlan], int]:
         """Complete the plan `save` of a job, whose keys and blocks are known. Returns a list of it, or an empty list if
         no slot was granted; and the number of its segments, from the first on, that the pool did not refuse."""
@@ -74,7 +75,7 @@ class ScheduledSaves:
         if self._shared:
             deadline_s = self._settings.match_ms / 1e3
             keys = [SegmentKey(key) for key in save.keys]
-            reservation = pool.reserve(
+            reservation = pool.engine.reserve(
                 keys, save.first, deadline_s=deadline_s, request=save.request, hints=hints, contents=save.contents
             )
             granted = next((at for at, code in enumerate(reservation.codes) if Code(code).refused), len(keys))
@@ -96,8 +97,7 @@ class ScheduledSaves:
         self._blocks[self._last_job] = frozenset(save.blocks)
         self._first[self._last_job] = save.request, save.first
         state.last_job = self._last_job
-        use = state.adapter.use if state.adapter is not None else None
-        return [replace(save, job=self._last_job, adapter=use)], granted
+        return [replace(save, job=self._last_job, adapter=state.adapter_use)], granted
 
     @property
     def jobs(self) -> tuple[int, ...]:

@@ -5,39 +5,60 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.errors import Unreachable
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.counters import Counts
-from tokenlake_client.engines.vllm.step_plan import SavePlan
+from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.pool import Pool
 
 
-class BlockReader(Protocol):
-    """Copies segments from blocks into slots."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A job that stores segments from the blocks of one request."""
 
-    def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-        """Fill this rank's shards of `slot` with the segment in `blocks`. The copy is complete on return."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    plan: SavePlan
-    pool: Callable[[], Any]
+    job: int
+    request: str
+    keys: tuple[bytes, ...]
+    parts: Sequence[Part]
+    """The blocks of the segments that are stored."""
+    tokens: Sequence[int]
+    """The number of tokens of each key's segment."""
+    pool: Callable[[], Pool | None]
+    """Returns the pool, and may wait. Called in the background."""
     ready: Callable[[], None]
-    since: float
-    """The time in seconds, by `time.monotonic`, at which the job was submitted."""
+    """Returns once the blocks hold the results of the step. Called in the background."""
+    first: int = 0
+    """The index of the first segment in its prompt."""
+    write: int = 0
+    """The number of the reservation whose slots the ranks fill, each rank its own shards; 0: this rank fills whole
+    segments, and reserves the slots itself."""
+    incarnation: int = 0
+    """The incarnation of the daemon that granted the reservation of the slots."""
+    mask: int = 1
+    """The bit mask of the shards that this rank fills."""
+    shard: slice = field(default_factory=lambda: slice(None))
+    """The bytes of a slot that are passed to the copies."""
+    hints: Hints | None = None
+    contents: tuple[bytes, ...] = ()
+    marked: bool = False
+    """True: the segments have in-flight markers, which are removed where the segments are not stored."""
+    since: float = 0.0
+    """The time in seconds, by `time.monotonic`, at which the job was submitted; set by `SaveWriter.submit`."""
 
 
-class _BlocksTaken(Exception):
-    """The save job ends, because vLLM has given its blocks to another request."""
+class BlocksTaken(Exception):
+    """The job ends, because vLLM has given its blocks to another request."""
 
 
 class SaveWriter:
@@ -46,58 +67,56 @@ class SaveWriter:
 
     def __init__(
         self,
-        reader: BlockReader,
-        store: Callable[[Any, SavePlan, Callable[[int, NDArray[np.uint8]], None], float], bytes],
+        copy: Any,
         counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
         *,
-        tokens: int,
         queue: int,
+        patience_s: float,
+        ended: Callable[[Save, int, float], None] = lambda save, nbytes, seconds: None,
     ) -> None:
-        """`store(pool, plan, fill, since)` stores the segments of a plan, which was submitted at the time `since`, and
-        returns a `Code` for each. `tokens`: the number of tokens of a segment. `queue`: the largest number of jobs that
-        wait."""
-        self._reader = reader
-        self._store = store
+        """`copy`: see `copies`. `queue`: the largest number of jobs that wait. `patience_s`: the time since its
+        submission for which a job waits while the pool refuses writes. `ended` is called, in any thread, with each job
+        when it reads no block any more, the bytes that it copied and the seconds that it took."""
+        self._copy = copy
         self._counters = counters
         self._report = report
-        self._tokens = tokens
-        self._queue = BackgroundQueue(self._execute, "tokenlake-save", queue)
+        self._patience_s = patience_s
+        self._ended = ended
+        self._queue: BackgroundQueue[Save] = BackgroundQueue(self._execute, "tokenlake-save", queue)
         self._copying = threading.Lock()
         """Held by the thread that stores segments while it copies one segment out of its blocks."""
         self._taken: frozenset[int] = frozenset()
-        """The numbers of the unfinished save jobs whose blocks vLLM took back. Only the thread that calls the methods
-        writes it."""
+        """The numbers of the jobs whose blocks vLLM took back and that may not have ended. Only the thread that calls
+        the methods writes it."""
         self._lost: deque[tuple[bytes, ...]] = deque(maxlen=queue)
         """The keys of jobs that were given up, whose in-flight markers the background thread is to remove."""
         self._last = 0
-        """The number of the last save job that was submitted or skipped."""
 
     @property
     def done(self) -> int:
         """The number of the newest job such that this job and all earlier ones read no block any more."""
         oldest = self._queue.oldest()
-        return oldest.plan.job - 1 if oldest is not None else self._last
+        return oldest.job - 1 if oldest is not None else self._last
 
-    def submit(self, plan: SavePlan, pool: Callable[[], Any], ready: Callable[[], None]) -> None:
-        """Store the segments of `plan` in the background. `pool` returns the pool or None, and may wait. `ready`
-        returns once the blocks hold the results of the step. Both are called in the background."""
-        self._last = max(self._last, plan.job)
-        if not self._queue.submit(_Task(plan, pool, ready, time.monotonic())):
-            self._give_up(plan)
+    def submit(self, save: Save) -> None:
+        """Store the segments of `save` in the background."""
+        self._last = max(self._last, save.job)
+        if not self._queue.submit(replace(save, since=time.monotonic())):
+            self._give_up(save)
 
     def skip(self, job: int) -> None:
         """Count the save jobs up to number `job` as done, for a rank that does not execute them."""
         self._last = max(self._last, job)
 
-    def take_back(self, jobs: Sequence[int]) -> None:
+    def take_back(self, jobs: Collection[int]) -> None:
         """Give up these jobs: their blocks are not read after this call. Waits for the copy of one segment at most."""
         if not jobs:
             return
         done = self.done
         self._taken = frozenset(job for job in self._taken.union(jobs) if job > done)
-        for task in self._queue.withdraw(lambda task: task.plan.job in jobs):
-            self._give_up(task.plan)
+        for save in self._queue.withdraw(lambda save: save.job in jobs):
+            self._give_up(save)
         with self._copying:
             # The copy that was under way has ended, and each later copy sees that the blocks were taken back.
             pass
@@ -110,47 +129,93 @@ class SaveWriter:
         """Execute the waiting save jobs, for at most `timeout` seconds, and end the thread that stores."""
         self._queue.close(timeout)
 
-    def _execute(self, task: _Task) -> None:
+    def _execute(self, save: Save) -> None:
         started = time.perf_counter()
-        pool = None
+        pool, nbytes = None, 0
         try:
-            pool = task.pool()
+            pool = save.pool()
             if pool is None:
-                self._count_lost(task.plan)
+                self._count_lost(save)
             else:
-                task.ready()
-                self._save(task.plan, pool, task.since)
-        except _BlocksTaken:
-            self._give_up(task.plan)
+                save.ready()
+                nbytes = self._save(save, pool)
         except Exception as error:
-            self._give_up(task.plan)
-            self._report("storing segments", error)
+            self._drop(save)
+            if not isinstance(error, BlocksTaken):
+                self._report("storing segments", error)
         while pool is not None and self._lost:
-            pool.mark_in_flight(self._lost.popleft(), 0.0)
-        self._counters.add(save_seconds=time.perf_counter() - started)
+            pool.engine.mark_in_flight([SegmentKey(key) for key in self._lost.popleft()], 0.0)
+        seconds = time.perf_counter() - started
+        self._counters.add(save_seconds=seconds)
+        self._ended(save, nbytes, seconds)
 
-    def _save(self, plan: SavePlan, pool: Any, since: float) -> None:
-        per_segment = len(plan.blocks) // len(plan.keys)
+    def _save(self, save: Save, pool: Pool) -> int:
+        nbytes = 0
 
-        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+        def fill(part: Part, slot: NDArray[np.uint8]) -> None:
+            nonlocal nbytes
             with self._copying:
-                if plan.job in self._taken:
-                    raise _BlocksTaken
-                self._reader.to_slot(slot, plan.blocks[index * per_segment : (index + 1) * per_segment])
+                if save.job in self._taken:
+                    raise BlocksTaken
+                nbytes += self._copy.to_slot(slot[save.shard], part)
 
-        codes = self._store(pool, plan, fill, since)
-        stored = sum(code in (Code.COMMITTED, Code.RESERVED) for code in codes)
-        tokens = plan.tail or self._tokens
-        self._counters.add(tokens_stored=stored * tokens, tokens_not_stored=(len(codes) - stored) * tokens)
-        refused = [key for key, code in zip(plan.keys, codes, strict=False) if plan.marked and Code(code).refused]
-        if refused:
-            pool.mark_in_flight(refused, 0.0)
+        codes = self._fill_reserved(save, pool, fill) if save.write else self._store(save, pool, fill)
+        tokens = [save.tokens[part.segment] for part in save.parts]
+        stored = sum(
+            count for count, code in zip(tokens, codes, strict=True) if code in (Code.COMMITTED, Code.RESERVED)
+        )
+        self._counters.add(tokens_stored=stored, tokens_not_stored=sum(tokens) - stored)
+        refused = [
+            SegmentKey(save.keys[part.segment])
+            for part, code in zip(save.parts, codes, strict=True)
+            if Code(code).refused
+        ]
+        if refused and save.marked:
+            pool.engine.mark_in_flight(refused, 0.0)
+        return nbytes
 
-    def _give_up(self, plan: SavePlan) -> None:
+    def _store(self, save: Save, pool: Pool, fill: Callable[[Part, NDArray[np.uint8]], None]) -> bytes:
+        """Store whole segments. Returns a `Code` for each part."""
+        # While the pool refuses writes, the jobs of a full queue together wait no longer than one of them.
+        patience = max(0.0, self._patience_s - (time.monotonic() - save.since))
+        return pool.store_all(
+            [SegmentKey(save.keys[part.segment]) for part in save.parts],
+            lambda at, slot: fill(save.parts[at], slot),
+            save.first,
+            patience,
+            request=save.request,
+            hints=save.hints,
+            contents=save.contents,
+        )
+
+    def _fill_reserved(self, save: Save, pool: Pool, fill: Callable[[Part, NDArray[np.uint8]], None]) -> bytes:
+        """Fill this rank's shards of the reserved slots. Returns a `Code` for each part."""
+        by_segment = {part.segment: part for part in save.parts}
+        write = pool.engine.attach_write(WriteId(save.write))
+        try:
+            if write.incarnation != save.incarnation:
+                raise Unreachable("the daemon has restarted, so the reserved slots no longer exist")
+            if any(index not in by_segment for index, _ in write.slots):
+                # All ranks find the same: vLLM has given up the first blocks of a segment.
+                raise BlocksTaken
+            for index, slot in write.slots:
+                fill(by_segment[index], slot)
+        except BaseException:
+            write.abort()
+            raise
+        codes = write.commit(save.mask)
+        write.leave()
+        return bytes(codes[part.segment] for part in save.parts)
+
+    def _give_up(self, save: Save) -> None:
+        self._drop(save)
+        self._ended(save, 0, 0.0)
+
+    def _drop(self, save: Save) -> None:
         """Count the segments of a job that is not executed, and let no other engine wait for them."""
-        self._count_lost(plan)
-        if plan.marked:
-            self._lost.append(plan.keys)
+        self._count_lost(save)
+        if save.marked:
+            self._lost.append(save.keys)
 
-    def _count_lost(self, plan: SavePlan) -> None:
-        self._counters.add(tokens_not_stored=len(plan.keys) * (plan.tail or self._tokens))
+    def _count_lost(self, save: Save) -> None:
+        self._counters.add(tokens_not_stored=sum(save.tokens))

@@ -17,22 +17,21 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tokenlake.errors import TokenLakeError
-from tokenlake.hints import NO_HINTS, Hints
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlightWait
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
-from tokenlake_client.engines.vllm.in_flight_waits import InFlightWaits
+from tokenlake_client.engines.vllm.in_flight_waits import InFlightMarkers, InFlightWaits
 from tokenlake_client.engines.vllm.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
 from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
 from tokenlake_client.engines.vllm.lookup import Lookup, Lookups
-from tokenlake_client.engines.vllm.pool import SchedulerPool
 from tokenlake_client.engines.vllm.request import (
-    EngineRequest,
     RequestEnd,
     RequestState,
     SavedTokens,
@@ -43,6 +42,7 @@ from tokenlake_client.engines.vllm.request import (
 from tokenlake_client.engines.vllm.save_scheduler import ScheduledSaves
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
+from tokenlake_client.pool import Pool
 
 EARLY_LOOKUPS = 16
 """Limit of the waiting requests whose lookup begins on arrival. The lookup of each further request begins when vLLM
@@ -55,7 +55,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        pool: Callable[[], SchedulerPool | None],
+        pool: Callable[[], Pool | None],
         settings: EngineSettings,
         block_tokens: int,
         counters: EngineCounters,
@@ -94,9 +94,9 @@ class SchedulerSide:
         self._held: list[tuple[str, int]] = []
         """(request, job) of each such save: vLLM keeps the request's blocks until the job is done. For the plan of the
         next step."""
-        self._moving: dict[int, tuple[Sequence[SegmentKey], int]] = {}
-        """By the number of the last save job of a request that moves: the keys of its segments, and the index of the
-        first one that has an in-flight marker until the job is done."""
+        self._markers = InFlightMarkers(
+            lambda: None if self._stopped else pool(), self._waits, settings.salt, report, stores=settings.save
+        )
         self._step = 0
         self._cached_adapters = CachedAdapters(clock)
         self._weights: str | None = None
@@ -106,7 +106,7 @@ class SchedulerSide:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for longer than `late_lookup.SILENT_S`."""
+        """True if the daemon has not answered a late lookup for longer than `lookup.SILENT_S`."""
         return self._lookups.silent
 
     @property
@@ -116,7 +116,7 @@ class SchedulerSide:
 
     def new_request(
         self,
-        request: EngineRequest,
+        request: Any,
         hints: Hints | None = None,
         adapter: RequestAdapter | None = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
@@ -125,13 +125,20 @@ class SchedulerSide:
         """Record a request that has arrived and that the pool can serve. `hints`: the hints that came with it.
         `adapter`: its LoRA adapter, whose digest may become known later. `extras`, `split`: as of `RequestState`."""
         state = self._requests[request.request_id] = RequestState(
-            request, SavedTokens(self._segment), hints, self._weights, adapter, extras, split, request.num_tokens
+            request=request,
+            saved=SavedTokens(self._segment),
+            hints=hints,
+            weights=self._weights,
+            adapter=adapter,
+            extras=extras,
+            split=split,
+            prompt=request.num_tokens,
         )
         waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
             self._begin_lookup(state)
 
-    def matched(self, request: EngineRequest, computed: int, *, reads: bool = True) -> int | None:
+    def matched(self, request: Any, computed: int, *, reads: bool = True) -> int | None:
         """The number of tokens to load behind the first `computed`; None: not known yet, and vLLM asks again. `reads`:
         False where the request must not read the pool."""
         state = self._requests.get(request.request_id)
@@ -175,21 +182,8 @@ class SchedulerSide:
         self._waits.answered(request.request_id)
         self._end_wait(state)
         if lookup.hits < len(lookup.keys):
-            self._computes(state, lookup)
+            self._markers.computes(state, lookup)
         return self._choose_load(state, lookup)
-
-    def _computes(self, state: RequestState, lookup: Lookup) -> None:
-        """Record that this engine computes the segments that the lookup has not found. If the lookup could wait, the
-        daemon has set the in-flight marker of the first one for this engine."""
-        first = lookup.keys[lookup.hits]
-        self._waits.computes(state.request.request_id, lookup.hits, first)
-        if lookup.wait.total_s and (first == state.tail or not self._settings.save):
-            # This engine does not store the segment.
-            pool = self._pool()
-            if pool is not None:
-                pool.mark_in_flight([first], 0.0)
-        elif lookup.wait.total_s:
-            state.gap, state.marker_s = lookup.hits, lookup.marker_s
 
     def _unidentified(self, state: RequestState) -> int | None:
         """The result of `matched` while the digest of the request's adapter is not known: a request waits for it no
@@ -258,7 +252,7 @@ class SchedulerSide:
         state.skipped = found - stop
         return stop - start
 
-    def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
+    def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """To be called when vLLM has given `blocks` to `request`, into which `external` tokens are to be loaded. These
         tokens were promised to vLLM: if an error occurs here, the ranks get a load without a lease, and report its
         blocks as errors."""
@@ -271,7 +265,7 @@ class SchedulerSide:
                 targets = tuple(blocks[start // self._block : -(-(start + external) // self._block)])
                 self._loads.add(LoadPlan(request.request_id, (), 0, start, start + external, targets, local=False))
 
-    def _allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
+    def _allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         state = self._requests.get(request.request_id)
         if state is None or state.placed:
             return
@@ -300,9 +294,18 @@ class SchedulerSide:
         targets = tuple(blocks[start // self._block : -(-stop // self._block)])
         local = all_local(owners)
         at_most_s = self._costs.fetch_limit_s(start, stop) if self._settings.weigh_loads else 0.0
-        use = state.adapter.use if state.adapter is not None else None
         ids = tuple(map(int, lease.ids))
-        plan = LoadPlan(request.request_id, ids, lease.incarnation, start, stop, targets, local, at_most_s, adapter=use)
+        plan = LoadPlan(
+            request.request_id,
+            ids,
+            lease.incarnation,
+            start,
+            stop,
+            targets,
+            local,
+            at_most_s,
+            adapter=state.adapter_use,
+        )
         tail = state.tail if stop > state.prompt // self._segment * self._segment else None
         self._loads.add(plan, lease, owners, None if tail is None else lambda: self._tail_read(tail))
         state.saved.segments = stop // self._segment
@@ -357,13 +360,13 @@ class SchedulerSide:
                 computed = part.computed + part.new
                 state.saved.add_step(self._step, computed)
                 if state.marker_s and computed < state.request.num_tokens:
-                    self._mark_in_flight(state, state.marker_s)
+                    self._markers.set(state, state.marker_s)
                     state.marker_s = 0.0
                 saves += self._plan_saves(state, state.request.num_tokens, table, certain=certain)
         pool = self._pool()
         connected = pool is not None and pool.connected
-        session = pool.session if pool is not None and connected else 0
-        incarnation = pool.incarnation if pool is not None and connected else 0
+        session = pool.engine.session if pool is not None and connected else 0
+        incarnation = pool.engine.incarnation if pool is not None and connected else 0
         # The ranks get these saves with this plan, so an error must not come after this line.
         held, self._held, self._last_saves = self._held, [], []
         return StepPlan(
@@ -409,12 +412,9 @@ class SchedulerSide:
             for state in self._requests.values():
                 state.saved.confirm(report.step)
         self._saves.done(report.done)
-        for job in [job for job in self._moving if job <= report.done]:
-            # Markers end when their segments are stored. Those of refused segments are removed here, so that no other
-            # engine waits for segments that are not stored.
-            self._withdraw(*self._moving.pop(job))
+        self._markers.done(report.done)
 
-    def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> tuple[bool, Offer | None]:
+    def finished(self, request: Any, blocks: Sequence[int], end: RequestEnd) -> tuple[bool, Offer | None]:
         """To be called when `request` has finished. Returns (True: vLLM must keep its blocks until the ranks report
         that its saves are done; the segments that the engine that decodes the request is to wait for)."""
         state = self._requests.pop(request.request_id, None)
@@ -422,11 +422,14 @@ class SchedulerSide:
             return False, None
         self._waits.ended(request.request_id)
         state.drop_lookup()
-        self._send_hints(state, (state.hints or NO_HINTS).ended(end.stop_reason, end.output_tokens))
+        try:
+            state.end(end, None if self._stopped else self._pool(), self._settings.salt)
+        except Exception as error:
+            self._report("sending hints", error)
         if state.taken is not None:
             self._counters.add(prefills_taken=state.taken, prefills_recomputed=not state.taken)
         if not end.complete:
-            self._mark_in_flight(state, 0.0)
+            self._markers.set(state, 0.0)
             return self._moves(state, end), None
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         state.saved.add_step(self._step, computed)
@@ -448,13 +451,7 @@ class SchedulerSide:
         pool = self._pool()
         if end.stop_reason != "abort" or pool is None or state.last_job not in self._saves.jobs:
             return False
-        try:
-            first = self._saves.first_unfinished(state.request.request_id)
-            keys = list(state.keys(pool, self._settings.salt)[: state.saved.segments])
-            pool.mark_in_flight(keys[first:], LONGEST_S)
-            self._moving[state.last_job] = keys, first
-        except Exception as error:
-            self._report("setting in-flight markers", error)
+        self._markers.move(state, self._saves.first_unfinished(state.request.request_id))
         self._held.append((state.request.request_id, state.last_job))
         return True
 
@@ -463,13 +460,13 @@ class SchedulerSide:
         handed out before store results of the old weights, under the old keys. A request that has blocks stores nothing
         more until it loses them; a request without blocks begins a new lookup."""
         self._weights = digest
-        # This loop ends before any marker is removed, because `_mark_in_flight` keeps the markers of segments that a
+        # This loop ends before any marker is removed: `InFlightMarkers.set` keeps the markers of segments that a
         # request of this engine counts as computing.
         for name in self._requests:
             self._waits.ended(name)
         for state in self._requests.values():
             state.drop_lookup()
-            self._mark_in_flight(state, 0.0)
+            self._markers.set(state, 0.0)
             state.saved.void()
             state.saved.restart()
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
@@ -510,7 +507,7 @@ class SchedulerSide:
             state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
 
     def _computed_elsewhere(
-        self, pool: SchedulerPool, state: RequestState, prefill: RemotePrefill
+        self, pool: Pool, state: RequestState, prefill: RemotePrefill
     ) -> tuple[Sequence[SegmentKey], InFlightWait]:
         """The keys to look up of a prompt that another engine has computed, and how long the lookup may wait for them.
         If that engine has other keys (another model, salt or prompt), the request is served as any other."""
@@ -529,40 +526,6 @@ class SchedulerSide:
         keys = own[: len(prefill.keys)] if prefill.keys else keys
         state.tail = tail if tail in keys else None
         return keys, self._waits.for_prefill(prefill, state.prompt)
-
-    def _mark_in_flight(self, state: RequestState, seconds: float) -> None:
-        """Set in-flight markers, which last for `seconds`, for the segments of the prompt that the pool lacks. 0
-        removes the markers, unless another request of this engine computes the same segments."""
-        pool = self._pool()
-        if pool is None or self._stopped or state.gap is None:
-            return
-        try:
-            keys = state.keys(pool, self._settings.salt)
-            if seconds:
-                pool.mark_in_flight(keys[state.gap :], seconds)
-            else:
-                self._withdraw(keys, state.gap)
-        except Exception as error:
-            self._report("setting in-flight markers", error)
-
-    def _withdraw(self, keys: Sequence[SegmentKey], first: int) -> None:
-        """Remove the in-flight markers of a prompt's segments from index `first` on, unless another request of this
-        engine computes them."""
-        pool = self._pool()
-        if pool is not None and not self._stopped and not self._waits.computed_here(keys):
-            pool.mark_in_flight(keys[first:], 0.0)
-
-    def _send_hints(self, state: RequestState, hints: Hints) -> None:
-        """Set `hints`, the final hints of a request: send them for the segments that were handed out or loaded.
-        Segments that are stored later carry them."""
-        pool = self._pool()
-        known, state.hints = state.hints or NO_HINTS, hints
-        if pool is None or self._stopped or state.prefix is None or hints == known or not state.saved.segments:
-            return
-        try:
-            pool.hint(state.keys(pool, self._settings.salt)[: state.saved.segments], hints)
-        except Exception as error:
-            self._report("sending hints", error)
 
     def _plan_saves(
         self, state: RequestState, known: int, table: Callable[[str], Sequence[int]], *, certain: bool
@@ -591,9 +554,7 @@ class SchedulerSide:
                 state.saved.segments = segments.start
         return saves
 
-    def _plan_offer(
-        self, pool: SchedulerPool, state: RequestState, table: Callable[[str], Sequence[int]]
-    ) -> list[SavePlan]:
+    def _plan_offer(self, pool: Pool, state: RequestState, table: Callable[[str], Sequence[int]]) -> list[SavePlan]:
         """The plan that stores the tail of a prompt for the engine that decodes it. Sets the in-flight markers of the
         prompt's segments before that engine can ask for them, and `state.offered`. Raises the errors of the pool."""
         full = state.prompt // self._segment
@@ -606,7 +567,7 @@ class SchedulerSide:
             keys += [tail] if granted else []
         if state.last_job in self._saves.jobs:
             # The segments before are stored or refused.
-            pool.mark_in_flight(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
+            pool.engine.mark_in_flight(keys[self._saves.first_unfinished(state.request.request_id) :], LONGEST_S)
         state.offered = tuple(keys)
         return saves
 

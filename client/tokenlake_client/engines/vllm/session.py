@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+
+from tokenlake_client.pool import Pool
 
 WAIT_S = 0.05
 """Seconds that a step waits for the attempt to join a session. The attempt then continues in the background."""
@@ -13,50 +14,29 @@ RETRY_S = 1.0
 """Seconds until a session that could not be joined is tried again."""
 
 
-class SessionPool(Protocol):
-    """A connection that has joined a session."""
-
-    @property
-    def session(self) -> int:
-        """The number of the session; another number after a restart of the daemon."""
-        ...
-
-    @property
-    def incarnation(self) -> int:
-        """The daemon's incarnation."""
-        ...
-
-    def close(self) -> None:
-        """Leave the session."""
-        ...
-
-
-P = TypeVar("P", bound=SessionPool)
-
-
-class RankSession(Generic[P]):
+class RankSession:
     """A rank's membership in the scheduler's session: joins the session that the plan of a step names, and leaves the
     previous one. Thread-safe."""
 
-    def __init__(self, join: Callable[[int], P], report: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, join: Callable[[int], Pool], report: Callable[[str, BaseException], None]) -> None:
         """`join` opens a connection in a session. `report` is called with the operation that failed and its error."""
         self._join = join
         self._report = report
         self._lock = threading.Lock()
-        self._pool: P | None = None
+        self._pool: Pool | None = None
         self._attempt: threading.Thread | None = None
         self._failed: tuple[int, int] | None = None
         self._retry_at = 0.0
         self._closed = False
 
-    def get(self, session: int, incarnation: int, wait_s: float = WAIT_S) -> P | None:
+    def get(self, session: int, incarnation: int, wait_s: float = WAIT_S) -> Pool | None:
         """The connection to the daemon with this incarnation in its session `session`. Joins the session if necessary;
         None if that has not succeeded within `wait_s` seconds."""
         target = (session, incarnation)
         with self._lock:
             if not session or self._closed:
                 return None
-            if self._pool is not None and (self._pool.session, self._pool.incarnation) == target:
+            if self._pool is not None and (self._pool.engine.session, self._pool.engine.incarnation) == target:
                 return self._pool
             if self._failed == target and time.monotonic() < self._retry_at:
                 return None
@@ -72,7 +52,7 @@ class RankSession(Generic[P]):
         attempt.join(wait_s)
         with self._lock:
             pool = self._pool
-            return pool if pool is not None and (pool.session, pool.incarnation) == target else None
+            return pool if pool is not None and (pool.engine.session, pool.engine.incarnation) == target else None
 
     def close(self) -> None:
         """Leave the session. Never raises."""
@@ -82,7 +62,7 @@ class RankSession(Generic[P]):
         if pool is not None:
             self._leave(pool)
 
-    def _leave(self, pool: P) -> None:
+    def _leave(self, pool: Pool) -> None:
         try:
             pool.close()
         except Exception as error:

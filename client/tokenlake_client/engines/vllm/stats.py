@@ -99,17 +99,6 @@ class TokenLakePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             logger.warning_once("TokenLake: some metrics are missing: %s: %s", type(error).__name__, error)
 
 
-def prom_metrics(
-    vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-) -> TokenLakePromMetrics | None:
-    """The metrics of the connector; None after an error, which is logged."""
-    try:
-        return TokenLakePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-    except Exception as error:
-        logger.warning("TokenLake: its metrics are missing: %s: %s", type(error).__name__, error)
-        return None
-
-
 def stats_of(counters: EngineCounters, role: KVConnectorRole) -> TokenLakeStats | None:
     """The growth of a connector's counts since the last call; None: they have not grown. `role`: vLLM's name of the
     connector's side."""

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import Protocol
 
-
-class StatusPool(Protocol):
-    """The part of `tokenlake_client.pool.Pool` that the log of the connection's state uses."""
-
-    @property
-    def socket(self) -> object:
-        """The path of the daemon's socket."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """The name of the daemon's node."""
-        ...
-
-    @property
-    def connected(self) -> bool:
-        """True if the connection exists, as far as is known."""
-        ...
+from tokenlake_client.pool import Pool
 
 
 class _State(enum.Enum):
@@ -40,7 +22,7 @@ class PoolStatus:
         self._logger = logger
         self._state = _State.NEVER_CONNECTED
 
-    def update(self, pool: StatusPool | None, *, silent: bool) -> None:
+    def update(self, pool: Pool | None, *, silent: bool) -> None:
         """Log the state of the connection to the daemon if it has changed since the last call. `pool`: the connection,
         None before the first one. `silent`: the daemon owes an answer that is overdue."""
         state = _state_of(pool, silent=silent)
@@ -59,7 +41,7 @@ class PoolStatus:
             self._logger.info("TokenLake: the daemon at %s is back; using the pool again", pool.socket)
 
 
-def _state_of(pool: StatusPool | None, *, silent: bool) -> _State:
+def _state_of(pool: Pool | None, *, silent: bool) -> _State:
     if pool is None:
         return _State.NEVER_CONNECTED
     if not pool.connected:

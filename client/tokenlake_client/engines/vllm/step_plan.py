@@ -1,12 +1,27 @@
-"""The messages between the scheduler's side and the ranks: the plan of a step, and a rank's report."""
+"""The messages between the scheduler's side and the ranks, which vLLM transports: the plan of a step, and a rank's
+report. Imports no engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tokenlake.hints import Hints
 from tokenlake_client.engines.vllm.adapters import AdapterUse
+
+
+class Part(NamedTuple):
+    """The blocks of a job that belong to one segment."""
+
+    segment: int
+    """The index of the segment among the keys of the job, or in its lease."""
+    group: int
+    """The position of the blocks' cache group among the groups of the job."""
+    skip: int
+    """The number of blocks of the segment before the first one of the job."""
+    blocks: tuple[int, ...]
+    """The numbers of vLLM's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +30,7 @@ class LoadPlan:
 
     request: str
     leases: tuple[int, ...]
-    """The numbers of the lease's parts (`MatchedLease.ids`); empty: nothing can be loaded."""
+    """The numbers of the lease's parts (`Lease.ids`); empty: nothing can be loaded."""
     incarnation: int
     """The incarnation of the daemon that granted the lease: after a restart the lease's number may name another lease.
     """
@@ -32,6 +47,16 @@ class LoadPlan:
     """Limit in seconds of the load's transfers (`fetch_limit_s`); 0: none."""
     adapter: AdapterUse | None = None
     """The LoRA adapter that the segments were computed with."""
+
+    def parts(self, segment: int, block: int) -> list[Part]:
+        """The blocks of the load by segment. `segment`, `block`: their numbers of tokens."""
+        parts, at = [], 0
+        for index in range(self.start // segment, -(-self.stop // segment)):
+            first, last = max(self.start, index * segment), min(self.stop, (index + 1) * segment)
+            count = -(-(last - first) // block)
+            parts.append(Part(index, 0, (first - index * segment) // block, self.blocks[at : at + count]))
+            at += count
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +89,12 @@ class SavePlan:
     tail: int = 0
     """The number of tokens of the segment, if it is the tail of a prompt, which is the only one of its job; 0: each
     segment is full."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """The blocks of the save by segment."""
+        count = len(self.blocks) // len(self.keys)
+        return [Part(at, 0, 0, self.blocks[at * count : (at + 1) * count]) for at in range(len(self.keys))]
 
 
 @dataclass(frozen=True, slots=True)

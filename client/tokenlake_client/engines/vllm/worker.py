@@ -8,24 +8,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tokenlake.errors import Unreachable
-from tokenlake.identity import SegmentKey, WriteId
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import Counts
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
-from tokenlake_client.engines.vllm.load_worker import load_blocks
+from tokenlake_client.engines.vllm.load_worker import load_parts
 from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.engines.vllm.save_worker import SaveWriter
+from tokenlake_client.engines.vllm.save_worker import Save, SaveWriter
 from tokenlake_client.engines.vllm.session import WAIT_S, RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
+from tokenlake_client.pool import Pool
 
 IDLE_S = 0.002
 """Seconds: the longest wait of a step that computes nothing for the end of a load."""
@@ -36,7 +32,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        session: RankSession[Any],
+        session: RankSession,
         copy: Any,
         shards: RankShards,
         settings: EngineSettings,
@@ -46,9 +42,8 @@ class WorkerSide:
         warn: Callable[[str], None],
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`copy`: the object that copies between slots and blocks, a `HostCopy` or a `DeviceCopy`. `warn` logs why a
-        load did not fill all its blocks. `adapters`: the LoRA adapters that vLLM has loaded on this rank; None:
-        requests have none."""
+        """`copy`: copies between slots and blocks (`copies.Copy`). `warn` logs why a load did not fill
+        all its blocks. `adapters`: the LoRA adapters that vLLM has loaded on this rank; None: requests have none."""
         self._session = session
         self._copy = copy
         self._shards = shards
@@ -59,7 +54,9 @@ class WorkerSide:
         self._report = report
         self._warn = warn
         self._adapters = adapters
-        self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
+        self._writer = SaveWriter(
+            copy, counters, report, queue=settings.write_queue, patience_s=settings.write_patience_s
+        )
         # This queue has no limit of its own: vLLM gives blocks to a limited number of requests, each with at most one
         # load.
         self._loads: BackgroundQueue[tuple[StepPlan, LoadPlan, Callable[[], None]]] = BackgroundQueue(
@@ -137,12 +134,30 @@ class WorkerSide:
         ready = self._ready()
         for save in plan.saves:
             # An adapter may be loaded again before the thread stores the segments, so the check belongs to the step.
-            if self._adapters is not None and not self._adapters.may_store(save.adapter):
-                self._writer.submit(save, lambda: None, ready)
-                continue
-            # The rank joins the session in the background thread, so that neither the step nor a request waits for it.
-            join_s = self._settings.deadlines.connect_s
-            self._writer.submit(save, partial(self._session.get, plan.session, plan.incarnation, join_s), ready)
+            pool: Callable[[], Pool | None] = _no_pool
+            if self._adapters is None or self._adapters.may_store(save.adapter):
+                # The rank joins the session in the background thread, so that neither the step nor a request waits.
+                join_s = self._settings.deadlines.connect_s
+                pool = partial(self._session.get, plan.session, plan.incarnation, join_s)
+            self._writer.submit(self._job(save, pool, ready))
+
+    def _job(self, save: SavePlan, pool: Callable[[], Pool | None], ready: Callable[[], None]) -> Save:
+        return Save(
+            job=save.job,
+            request=save.request,
+            keys=save.keys,
+            parts=save.parts,
+            tokens=[save.tail or self._segment] * len(save.keys),
+            pool=pool,
+            ready=ready,
+            first=save.first,
+            write=save.write,
+            incarnation=save.incarnation,
+            mask=self._shards.mask,
+            hints=save.hints,
+            contents=save.contents,
+            marked=save.marked,
+        )
 
     def finished(self) -> tuple[set[str], set[str]]:
         """The names of finished requests whose blocks vLLM may free, and of requests whose loads ended, both since the
@@ -198,7 +213,10 @@ class WorkerSide:
                 if load.at_most_s:
                     load = replace(load, at_most_s=max(deadlines.grace_s, load.at_most_s - joined_s))
                 ready()
-                loaded = load_blocks(pool, load, self._copy, self._segment, self._block)
+                parts = load.parts(self._segment, self._block)
+                loaded = load_parts(
+                    pool, load.leases, load.incarnation, load.request, parts, self._copy, at_most_s=load.at_most_s
+                )
                 filled, load_time, unfilled = loaded.blocks, loaded.time, loaded.unfilled
         except Exception as error:
             self._report("loading segments", error)
@@ -216,32 +234,13 @@ class WorkerSide:
             load_seconds=time.perf_counter() - started,
         )
 
-    def _store(self, pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None], since: float) -> bytes:
-        codes: bytes
-        if not plan.write:
-            keys = [SegmentKey(key) for key in plan.keys]
-            # While the pool refuses writes, the jobs of a full queue together wait no longer than one of them.
-            patience = max(0.0, self._settings.write_patience_s - (time.monotonic() - since))
-            codes = pool.store_all(
-                keys, fill, plan.first, patience, request=plan.request, hints=plan.hints, contents=plan.contents
-            )
-            return codes
-        write = pool.attach_write(WriteId(plan.write))
-        try:
-            if write.incarnation != plan.incarnation:
-                raise Unreachable("the daemon has restarted, so the reserved slots no longer exist")
-            for index, array in write.slots:
-                fill(index, array)
-        except BaseException:
-            write.abort()
-            raise
-        codes = write.commit(self._shards.mask)
-        write.leave()
-        return codes
-
 
 def _nothing() -> None:
     """A step without loads writes no blocks."""
+
+
+def _no_pool() -> None:
+    """The save is given up."""
 
 
 def _fail(error: Exception) -> None:
@@ -291,23 +290,12 @@ class UnservedWorker:
         """Does nothing."""
 
 
-class Timestamps(Protocol):
-    """Makes timestamps on the device that computes the steps."""
-
-    def mark(self) -> Any:
-        """A timestamp on the device that computes the steps, after all work that was queued so far."""
-        ...
-
-    def between(self, first: Any, last: Any) -> float | None:
-        """Seconds between two timestamps of the device; None while it has not reached the second."""
-        ...
-
-
 class StepTimer:
     """Measures the forward passes of a rank's steps. It never waits for the device: the time of a step on a GPU becomes
     known some steps later. For the thread that runs the steps."""
 
-    def __init__(self, device: Timestamps) -> None:
+    def __init__(self, device: Any) -> None:
+        """`device`: makes timestamps (`copies.HostCopy.mark`, `between`)."""
         self._device = device
         self._first: Any = None
         self._ended: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_STEPS)

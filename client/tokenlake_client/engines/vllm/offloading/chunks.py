@@ -14,25 +14,13 @@ middle, and the last one of a load may end there::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+
+from tokenlake_client.engines.vllm.step_plan import Part
 
 HASH_BYTES = 32
 """Size of a block hash that vLLM makes with SHA-256."""
 GROUP_BYTES = 4
 """Size of the number of the cache group, with which a key of vLLM's OffloadingConnector ends."""
-
-
-class ChunkPart(NamedTuple):
-    """The blocks of a job that belong to one chunk."""
-
-    chunk: int
-    """The index of the chunk's key among the keys of the job."""
-    group: int
-    """The position of the chunk's cache group among the groups of the job."""
-    skip: int
-    """The number of blocks of the chunk before the first one of the job."""
-    blocks: tuple[int, ...]
-    """The numbers of vLLM's blocks."""
 
 
 def parse_key(key: bytes) -> tuple[int, bytes]:
@@ -53,7 +41,7 @@ def chunk_parts(
     group_sizes: Sequence[int],
     block_indices: Sequence[int],
     size: int,
-) -> list[ChunkPart]:
+) -> list[Part]:
     """The blocks of a job by chunk. `keys`: the number of the cache group of each key, in the order of the job.
     `group_ids`: the numbers of the groups that `group_sizes` and `block_indices` count. `size`: blocks per chunk. The
     chunks of a group follow each other, but need not be neighbours. Raises `ValueError` where keys and blocks do not
@@ -63,7 +51,7 @@ def chunk_parts(
         if group not in of_group:
             raise ValueError(f"a key of cache group {group}; the groups are {list(group_ids)}")
         of_group[group].append(index)
-    parts: list[ChunkPart] = []
+    parts: list[Part] = []
     start = 0
     for position, (group, count, first) in enumerate(zip(group_ids, group_sizes, block_indices, strict=True)):
         own = blocks[start : start + count]
@@ -75,12 +63,12 @@ def chunk_parts(
         at = 0
         for index in indices:
             taken = min(size - skip, count - at)
-            parts.append(ChunkPart(index, position, skip, tuple(own[at : at + taken])))
+            parts.append(Part(index, position, skip, tuple(own[at : at + taken])))
             at, skip = at + taken, 0
     return parts
 
 
-def whole_chunks(parts: Iterable[ChunkPart], size: int) -> list[ChunkPart]:
+def whole_chunks(parts: Iterable[Part], size: int) -> list[Part]:
     """The parts that are whole chunks. vLLM has given up the first blocks of a chunk that lies at the edge of a sliding
     window; without them the chunk is not stored, because its key stands for all its blocks."""
     return [part for part in parts if len(part.blocks) == size and 0 not in part.blocks]

@@ -3,12 +3,9 @@ it."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -16,35 +13,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.vllm.connector import check_failure_policy
-from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import is_split
-from tokenlake_client.engines.vllm.epoch import on_weight_version, set_version, version_refused
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch
 from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
+from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
-from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+from tokenlake_client.engines.vllm.patches import VERSION, apply
+from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook
 
 IDLE_S = 0.0005
 """Pause of an empty step while a lookup or a load runs in the background."""
 
 
-def timed(hook: Hook) -> Hook:
-    """A decorator for hooks of `OpaqueLayoutConnector`: the hook's time is added to the counts."""
-
-    @functools.wraps(hook)
-    def call(self: OpaqueLayoutConnector, *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return hook(self, *args, **kwargs)
-        finally:
-            self.counters.add(hook_seconds=time.perf_counter() - started)
-
-    return cast(Hook, call)
-
-
-class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
+class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[misc]
     """vLLM makes one connector for its scheduler and one for each rank. Only engines with an equal layout understand
     the bytes of a segment."""
 
@@ -66,20 +47,12 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         side = self.connector_scheduler if role == KVConnectorRole.SCHEDULER else self.connector_worker
         manager: PoolManager | None = manager_of(self)
         self._manager = manager
-        spec: TokenLakeOffloadingSpec = manager.spec if manager is not None else side.spec
-        self.counters: EngineCounters = spec.counters
-        self._reports = spec.reports
-        self._gpu_blocks: Any = None
+        self.side: Side = (manager.spec if manager is not None else side.spec).side
         self._placed: set[str] = set()
         self._local: dict[str, int] = {}
         if manager is not None:
             begin(self)
-            on_weight_version(set_version)
-
-    @property
-    def counts(self) -> Counts:
-        """A copy of the counts of this side of the connector (the scheduler's, or a rank's)."""
-        return self.counters.read()
+            apply(VERSION)
 
     @property
     def layout(self) -> OpaqueLayout | None:
@@ -93,15 +66,18 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
 
     # -- hooks of the scheduler's side
 
-    @timed
+    @hook(None)
     def on_new_request(self, request: Any) -> None:
         """vLLM's hook for a request that has arrived."""
-        with self._reported("on_new_request"):
-            if is_split(request.kv_transfer_params):
-                self._reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
+        self._warn_of_split(request)
         super().on_new_request(request)
 
-    @timed
+    @hook(lambda: None)
+    def _warn_of_split(self, request: Any) -> None:
+        if is_split(request.kv_transfer_params):
+            self.side.reports.warn("no prompt is handed over to another engine: the segments of the model are opaque")
+
+    @hook(None)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's hook that asks how many tokens of a request the pool has."""
         self._placed.discard(request.request_id)
@@ -111,16 +87,16 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             self._manager.chunks.takes(request.request_id, num_computed_tokens, num_computed_tokens)
         return found
 
-    @timed
+    @hook(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's hook for a request that was given blocks."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
         if name not in self._placed:
             self._placed.add(name)
-            with self._reported("update_state_after_alloc"):
-                self._count(request, num_external_tokens)
+            self._count(request, num_external_tokens)
 
+    @hook(lambda: None)
     def _count(self, request: Any, hit: int) -> None:
         """Count the tokens of a request that was given blocks, `hit` of which are loaded."""
         assert self._manager is not None
@@ -129,17 +105,9 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             sources = self.get_external_cache_hit_sources(request, hit)
             remote = sources.get(CacheHitSource.P2P, 0)
         local = self._local.get(request.request_id, 0)
-        rest = request.num_tokens - local - hit
         asked = self._manager.chunks.asked(request.request_id)
         self._manager.chunks.takes(request.request_id, local, local + hit)
-        self.counters.add(
-            requests=1,
-            tokens_local=local,
-            tokens_hit_here=hit - remote,
-            tokens_hit_remote=remote,
-            tokens_not_found=rest if asked else 0,
-            tokens_not_asked=0 if asked else rest,
-        )
+        self.counters.add_request(request.num_tokens, local, here=hit - remote, remote=remote, asked=asked)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """vLLM's hook before a step: returns the jobs of the ranks in this step."""
@@ -153,13 +121,13 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
             time.sleep(IDLE_S)
         return self._plan_step(scheduler_output)
 
-    @timed
+    @hook(None)
     def _plan_step(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._manager is not None and scheduler_output.total_num_scheduled_tokens:
-            self._manager.opening.computes()
+            self._manager.opening.epoch.computes()
         return super().build_connector_meta(scheduler_output)
 
-    @timed
+    @hook(None)
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -174,52 +142,18 @@ class OpaqueLayoutConnector(OffloadingConnector):  # type: ignore[misc]
         the next step takes their outcome."""
         return False
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep a reference to the block pool of vLLM's own cache: `reset_cache` counts its used blocks."""
-        self._gpu_blocks = gpu_block_pool
+    def planner(self) -> tuple[WeightsEpoch, ChunkManager] | None:
+        """See `PoolHooks`."""
+        return (self._manager.opening.epoch, self._manager.chunks) if self._manager is not None else None
 
     def reset_cache(self) -> bool:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed. False: some requests still
-        have blocks, whose cache vLLM continues to use."""
-        super().reset_cache()
-        blocks, empty = self._gpu_blocks, False
-        with self._reported("reset_cache"):
-            # vLLM has tried to empty its own cache before this call. It has succeeded if only the null block is in use.
-            empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
-        # Also after an error: the weights may have changed.
-        if self._manager is not None:
-            self._manager.new_epoch(empty=empty)
-        return bool(empty)
-
-    def new_weights(self, version: str) -> None:
-        """To be called when the weights were changed in place to the trainer's `version`, in vLLM's scheduler, after a
-        reset and before anything is computed: chunks are shared with engines that have the same version."""
-        if self._manager is None:
-            return
-        digest = self._manager.opening.named(version)
-        if digest is None:
-            self._reports.warn(version_refused(version))
-            digest = self._manager.opening.reset(empty=False)
-        self._manager.chunks.new_weights(digest)
-
-    def get_kv_connector_stats(self) -> TokenLakeStats | None:
-        """vLLM's hook after a step: returns the growth of the counts of this side; None: they have not grown."""
-        stats: TokenLakeStats | None = None
-        with self._reported("get_kv_connector_stats"):
-            stats = stats_of(self.counters, self.role)
-        return stats
-
-    @contextlib.contextmanager
-    def _reported(self, hook: str) -> Iterator[None]:
-        """Count and log an error of the connector's own part of vLLM's hook `hook`, so that it does not reach vLLM."""
-        try:
-            yield
-        except Exception as error:
-            self._reports.failure(f"hook {hook}", error)
+        """See `PoolHooks`."""
+        OffloadingConnector.reset_cache(self)
+        return super().reset_cache()
 
     # -- hooks of the ranks
 
-    @timed
+    @hook(None)
     def wait_for_save(self) -> None:
         """vLLM's hook at the end of a step. vLLM's own connector hands the jobs of the step to its backend in the next
         step; here they begin at once, because they run in the background."""

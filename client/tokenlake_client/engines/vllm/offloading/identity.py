@@ -20,6 +20,7 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.model_config import STATIC_ROPE
 from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_digest_of
+from tokenlake_client.engines.vllm.pages import PageCache
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 HASHES = ("sha256", "sha256_cbor")
@@ -145,11 +146,9 @@ def opaque_layout(identity: EngineIdentity, facts: Sequence[RankFacts]) -> Opaqu
     return layout
 
 
-def rank_facts(
-    vllm_config: Any, kv_cache_config: Any, rank: int, shard_bytes: int, pages: Sequence[Sequence[int]]
-) -> RankFacts:
-    """The report of a rank. `pages`: for each cache group, the bytes of the pages of its layers. Never raises: an error
-    is the report's refusal."""
+def rank_facts(vllm_config: Any, kv_cache_config: Any, rank: int, cache: PageCache) -> RankFacts:
+    """The report of a rank. Never raises: an error is the report's refusal."""
+    shard_bytes = cache.shard_bytes
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -160,7 +159,8 @@ def rank_facts(
             [type(group.kv_cache_spec).__name__, repr(group.kv_cache_spec), list(group.layer_names)]
             for group in kv_cache_config.kv_cache_groups
         ]
-        facts = [name, groups, [list(sizes) for sizes in pages], _backends(vllm_config)]
+        pages = [[table.nbytes for table in group] for group in cache.groups]
+        facts = [name, groups, pages, _backends(vllm_config)]
     except Exception as error:
         return RankFacts(rank, shard_bytes, "", f"the cache cannot be identified: {type(error).__name__}: {error}")
     return RankFacts(rank, shard_bytes, hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest())

@@ -34,7 +34,7 @@ class LoadJob:
     member: Member
     request: str
     leases: tuple[int, ...]
-    """The numbers of the lease's parts (`MatchedLease.ids`)."""
+    """The numbers of the lease's parts (`Lease.ids`)."""
     segments: tuple[int, ...]
     """For each chunk of the job, the index of its segment in the lease; -1: it has none."""
     groups: tuple[int, ...]

@@ -21,10 +21,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenlake.wire import Code
-from tokenlake_client.engines.vllm.offloading.pool import ChunkLease, PendingChunks
+from tokenlake_client.engines.vllm.load_worker import WINDOW, runs
+from tokenlake_client.engines.vllm.lookup import PolledMatch
+from tokenlake_client.lease import Lease
+from tokenlake_client.match import PendingMatch
 
-WINDOW = 32
-"""The number of segments that are fetched at a time."""
 _LOCAL = int(Code.LOCAL)
 _REMOTE = int(Code.REMOTE)
 _LEASED = bytes([_LOCAL, _REMOTE])
@@ -39,12 +40,12 @@ class Found(enum.IntEnum):
     RETRY = enum.auto()
 
 
-class ChunkLookup:
+class ChunkLookup(PolledMatch):
     """A match for all chunks of a request, and its answer. For the scheduler's thread, but for `start` and `fetch`."""
 
     def __init__(
         self,
-        begin: Callable[[], PendingChunks],
+        begin: Callable[[], PendingMatch],
         asked: Sequence[bytes],
         deadline_s: float,
         clock: Callable[[], float],
@@ -53,19 +54,14 @@ class ChunkLookup:
     ) -> None:
         """`begin` sends the match. `asked`: vLLM's keys of the chunks, in the order of the match. `verify`: chunks in
         the arena are fetched too, because `fetch` checks their bytes."""
+        super().__init__(None, deadline_s, clock)
         self._begin = begin
         self._lock = threading.Lock()
-        """Guards the next three fields."""
-        self._pending: PendingChunks | None = None
+        """Guards `_pending`, `_failure` and `_dropped`."""
         self._failure: Exception | None = None
         self._dropped = False
         self._asked = asked
-        self._deadline_s = deadline_s
-        self._clock = clock
         self._verify = verify
-        self.due = clock() + deadline_s
-        """The time from which an answer counts as late."""
-        self.lease: ChunkLease | None = None
         self._segments: dict[bytes, int] = {}
         """For each leased chunk, the index of its segment in the lease."""
         self._found: list[Found] = []
@@ -74,7 +70,6 @@ class ChunkLookup:
         self._wanted: set[int] = set()
         self._taken: set[int] = set()
         """The segments that `take_wanted` has returned."""
-        self._took: tuple[int, int] | None = None
 
     def start(self) -> None:
         """Send the match. For a background thread, because computing the keys of a long prompt takes a millisecond.
@@ -91,31 +86,25 @@ class ChunkLookup:
             pending.cancel()
 
     def poll(self) -> bool:
-        """True if the daemon has answered. Raises `TokenLakeError` if no answer will arrive."""
+        """See `PolledMatch`."""
         if self.lease is not None:
             return True
         with self._lock:
-            pending, failure = self._pending, self._failure
+            failure = self._failure
         if failure is not None:
             raise failure
-        if pending is None:
-            return False
-        answers = pending.answers
-        lease = pending.poll()
-        if pending.answers > answers:
-            # Many chunks take several requests, each of which has the whole deadline.
-            self.due = max(self.due, self._clock() + self._deadline_s)
-        if lease is None:
-            return False
-        leased = [pair for pair in zip(self._asked, lease.codes, strict=True) if pair[1] in _LEASED][: lease.hits]
+        if super().poll():
+            self._take_answer()
+        return self.lease is not None
+
+    def _take_answer(self) -> None:
+        assert self.lease is not None
+        codes = zip(self._asked, self.lease.codes, strict=True)
+        leased = [pair for pair in codes if pair[1] in _LEASED][: self.lease.hits]
         self._segments = {key: index for index, (key, _) in enumerate(leased)}
         self._remote = {index for index, (_, code) in enumerate(leased) if code == _REMOTE}
         at_once = Found.PENDING if self._verify else Found.HIT
         self._found = [at_once if code == _LOCAL else Found.PENDING for _, code in leased]
-        self.lease = lease
-        if self._took is not None:
-            lease.takes(*self._took)
-        return True
 
     def find(self, key: bytes) -> Found:
         """The state of a chunk after the answer. A chunk that is PENDING is wanted from now on."""
@@ -158,12 +147,6 @@ class ChunkLookup:
             for index in wanted:
                 self._found[index] = Found.HIT if index in hits else Found.MISS
 
-    def takes(self, start: int, stop: int) -> None:
-        """Record the tokens that are loaded, as `ChunkLease.takes`. A later call replaces an earlier one."""
-        self._took = start, stop
-        if self.lease is not None:
-            self.lease.takes(start, stop)
-
     def fails(self) -> None:
         """Record that the load failed, and vLLM computes its tokens."""
         if self._took is not None:
@@ -180,29 +163,16 @@ class ChunkLookup:
         return indices
 
     def drop(self) -> None:
-        """Release the lease, now or when the answer arrives."""
+        """See `PolledMatch`."""
         with self._lock:
             self._dropped = True
-            pending = self._pending
-        if pending is not None:
-            pending.cancel()
+        super().drop()
 
 
-def _fetched(lease: ChunkLease, start: int, stop: int) -> Iterator[int]:
+def _fetched(lease: Lease, start: int, stop: int) -> Iterator[int]:
     """Transfer the segments [start, stop); yields the index of each one that was not lost."""
     while start < stop:
         count = len(lease.fetch(start, stop))
         yield from range(start, start + count)
         # The segment after the last array was lost, or does not match its checksum.
         start += count + 1
-
-
-def runs(indices: Sequence[int], longest: int) -> list[tuple[int, int]]:
-    """The ascending `indices` as ranges [start, stop) of neighbours, each of at most `longest`."""
-    found: list[tuple[int, int]] = []
-    for index in indices:
-        if found and found[-1][1] == index and index - found[-1][0] < longest:
-            found[-1] = (found[-1][0], index + 1)
-        else:
-            found.append((index, index + 1))
-    return found

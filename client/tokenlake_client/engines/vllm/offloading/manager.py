@@ -22,16 +22,17 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
-from tokenlake_client.engines.vllm.adapters import AdapterUse, CachedAdapters, RequestAdapter
+from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.late_lookup import LateLookup
+from tokenlake_client.engines.vllm.lookup import LateLookup
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, Found
-from tokenlake_client.engines.vllm.offloading.pool import ChunkPool
-from tokenlake_client.engines.vllm.pool import Reservation
+from tokenlake_client.engines.vllm.request import ServedRequest
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
+from tokenlake_client.pool import Pool
+from tokenlake_client.write import Reservation
 
 OPEN_S = 2.0
 """Seconds from the first lookup on in which requests wait for the reports of the ranks and for the first connection to
@@ -39,35 +40,16 @@ the daemon. Later requests do not wait."""
 FETCH_QUEUE = 256
 
 
-@dataclass(slots=True)
-class _Request:
+@dataclass(slots=True, kw_only=True)
+class _Request(ServedRequest):
     name: str
-    hints: Hints | None
-    adapter: RequestAdapter | None = None
-    """The request's LoRA adapter."""
     adapter_due: float = 0.0
     """The time until which the request waits for the digest of its adapter."""
     served: bool = True
     """False: the request is served without the pool."""
     lookup: ChunkLookup | None = None
-    may_load: bool = True
-    """False: a lookup was late, or a load has ended. vLLM asks again after a load only if the load failed."""
     tokens: Callable[[], int] = int
     """Returns the number of the request's tokens that are known."""
-    placed: bool = False
-    """True: vLLM has given the request blocks."""
-    may_store: bool = True
-    """False: the weights changed while the request had blocks, so they may hold cache of two versions."""
-
-    @property
-    def adapter_refused(self) -> bool:
-        """The files of the request's adapter cannot be read."""
-        return self.adapter is not None and self.adapter.refused
-
-    @property
-    def adapter_use(self) -> AdapterUse | None:
-        """The request's adapter, as the ranks know it."""
-        return self.adapter.use if self.adapter is not None else None
 
 
 class ChunkManager:
@@ -89,7 +71,7 @@ class ChunkManager:
         self._clock = clock
         self._deadline_s = settings.match_ms / 1e3
         self._late = LateLookup(clock)
-        self._pool: Callable[[], ChunkPool | None] | None = None
+        self._pool: Callable[[], Pool | None] | None = None
         self._layout: OpaqueLayout | None = None
         self._stopped = False
         self._open_until: float | None = None
@@ -111,10 +93,10 @@ class ChunkManager:
 
     @property
     def silent(self) -> bool:
-        """True if the daemon has not answered a late lookup for more than `late_lookup.SILENT_S`."""
+        """True if the daemon has not answered a late lookup for more than `lookup.SILENT_S`."""
         return self._late.silent
 
-    def open(self, pool: Callable[[], ChunkPool | None], layout: OpaqueLayout) -> None:
+    def open(self, pool: Callable[[], Pool | None], layout: OpaqueLayout) -> None:
         """Use the pool from now on. `pool` returns it or None, and must not wait. `layout`: that of the pool. Any
         thread may call this method."""
         self._layout = layout
@@ -128,7 +110,7 @@ class ChunkManager:
 
     def new_request(self, name: str, hints: Hints | None = None) -> None:
         """Record a request that has arrived."""
-        self._requests[name] = _Request(name, hints)
+        self._requests[name] = _Request(name=name, hints=hints)
 
     def with_tokens(self, name: str, tokens: Callable[[], int]) -> None:
         """Record how to learn the number of tokens of a request, which has just arrived."""
@@ -252,16 +234,16 @@ class ChunkManager:
         if state is None or not (state.served and state.may_store and self._settings.save) or self._stopped:
             return None
         pool = self._pool() if self._pool is not None else None
-        if pool is None or not pool.connected or not self._hashed(keys) or not self._adapter_known(state):
+        if pool is None or not pool.connected or not self._hashed(keys) or not state.identified:
             return None
         segments = self._segment_keys(pool, state, keys, self._weights)
         groups = tuple(parse_key(key)[0] for key in keys)
-        member = self._member(int(pool.incarnation))
+        member = self._member(int(pool.engine.incarnation))
         packed = tuple(map(bytes, segments))
         if self._layout is None or self._layout.shards == 1:
             return keys, StoreJob(member, name, packed, groups, hints=state.hints, adapter=state.adapter_use)
         deadline_s = self._settings.match_ms / 1e3
-        reservation = pool.reserve(segments, deadline_s=deadline_s, request=name, hints=state.hints)
+        reservation = pool.engine.reserve(segments, deadline_s=deadline_s, request=name, hints=state.hints)
         if not reservation.id:
             return None
         self._reservations[frozenset(keys)] = reservation
@@ -320,8 +302,9 @@ class ChunkManager:
         asked = chunks() if pool is not None else ()
         if pool is None or not asked or not self._hashed(asked):
             return Found.MISS
-        if not self._adapter_known(state):
-            waits = not state.adapter_refused and self._clock() < state.adapter_due
+        if not state.identified:
+            refused = state.adapter is not None and state.adapter.refused
+            waits = not refused and self._clock() < state.adapter_due
             return Found.RETRY if waits else Found.MISS
         weights = self._weights
         if not self._late.answered():
@@ -336,7 +319,7 @@ class ChunkManager:
             counted_keys=len(counted),
         )
         state.lookup = ChunkLookup(
-            lambda: pool.begin_match(
+            lambda: pool.engine.begin_match(
                 self._segment_keys(pool, state, asked, weights), options, deadline_s=self._deadline_s
             ),
             asked,
@@ -366,7 +349,7 @@ class ChunkManager:
         pool = self._pool() if self._pool is not None else None
         if pool is None or self._layout is None:
             return NOWHERE
-        return Member(pool.session, incarnation, self._layout.encode(), self._layout.shard_bytes)
+        return Member(pool.engine.session, incarnation, self._layout.encode(), self._layout.shard_bytes)
 
     def _give_up(self, state: _Request) -> _Request:
         """Remove the lookup from a request, release its lease, and return the request."""
@@ -375,14 +358,10 @@ class ChunkManager:
         return self._take(state)
 
     def _segment_keys(
-        self, pool: ChunkPool, state: _Request, keys: Iterable[bytes], weights: str | None
+        self, pool: Pool, state: _Request, keys: Iterable[bytes], weights: str | None
     ) -> list[SegmentKey]:
         adapter = None if state.adapter is None else state.adapter.digest
         return pool.opaque_keys(map(parse_key, keys), adapter=adapter, salt=self._settings.salt, weights_digest=weights)
-
-    def _adapter_known(self, state: _Request) -> bool:
-        """True if the request has no adapter or the digest of its adapter is known."""
-        return state.adapter is None or state.adapter.digest is not None
 
     def _hashed(self, keys: Sequence[bytes]) -> bool:
         """True if vLLM has hashed the blocks with SHA-256. Otherwise two prompts may have one hash, and the pool is not

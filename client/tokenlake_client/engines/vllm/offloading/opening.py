@@ -39,7 +39,8 @@ class Opening:
         self.layout: OpaqueLayout | None = None
         """The layout, once all ranks have reported."""
         self.connection: Connection | None = None
-        self._epoch: WeightsEpoch | None = None
+        self.epoch = WeightsEpoch(None)
+        """The epoch of the weights, whose digest is known when all ranks have reported."""
         self._lock = threading.Lock()
         """Guards `connection` and `_closed`, which the background thread and the scheduler's thread use."""
         self._closed = False
@@ -68,28 +69,15 @@ class Opening:
                 # Without a thread the executor opens the pool with its next call.
                 self._thread.submit(self._open)
 
-    def reset(self, *, empty: bool) -> str:
-        """Begin an epoch of the weights, and return its digest (`WeightsEpoch.reset`)."""
-        return (self._epoch or WeightsEpoch("")).reset(empty=empty)
-
-    def named(self, version: str) -> str | None:
-        """The digest of weights that have this version; None where it cannot be accepted (`WeightsEpoch.named`)."""
-        return self._epoch.named(version) if self._epoch is not None else None
-
     def requested(self) -> None:
         """Record that a request has arrived: where there is no pool, the next attempt may be due."""
         if self.connection is not None:
             self.connection.get()
 
-    def computes(self) -> None:
-        """Record that the engine computes a step."""
-        if self._epoch is not None:
-            self._epoch.computes()
-
     @property
     def pool(self) -> Pool | None:
         """The connection to the daemon, also while it is lost; None before the first one."""
-        return self.connection.pool if self.connection is not None else None  # type: ignore[return-value]
+        return self.connection.pool if self.connection is not None else None
 
     def close(self) -> None:
         """End the connection. One that is being made is ended by the background thread."""
@@ -107,8 +95,8 @@ class Opening:
             connection = Connection(lambda: self._connect(layout), self._report, wait_s=0.0)
             if not self._keep(connection):
                 return
-            self.layout, self._epoch = layout, WeightsEpoch(layout.weights_digest)
-            self._manager.open(connection.get, layout)  # type: ignore[arg-type]
+            self.layout, self.epoch = layout, WeightsEpoch(layout.weights_digest)
+            self._manager.open(connection.get, layout)
         except LayoutRefused as error:
             self._stop(str(error))
         except Exception as error:

@@ -10,13 +10,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
-from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     LookupResult,
@@ -30,27 +27,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.errors import LayoutRefused
-from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.common.declined import declined
-from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.devices.cuda import CudaDevice
-from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of, watch_loads
-from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.adapters import Adapters
+from tokenlake_client.engines.vllm.copies import copy_for
 from tokenlake_client.engines.vllm.offloading.chunks import GROUP_BYTES, blocks_per_chunk
-from tokenlake_client.engines.vllm.offloading.hooks import extend
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
-from tokenlake_client.engines.vllm.offloading.pages import DevicePages, HostPages, PageTable, chunk_bytes
-from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, Pages, RankPlace
-from tokenlake_client.engines.vllm.request import hints_of, unnamed_media
-from tokenlake_client.engines.vllm.settings import read_settings
-from tokenlake_client.engines.vllm.status import PoolStatus
+from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.patches import OFFLOADING, apply
+from tokenlake_client.engines.vllm.side import Side, not_served
 from tokenlake_client.pool import Pool
-
-logger = init_logger("vllm.tokenlake")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -71,18 +59,16 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         """Raises `ConfigurationError` for an unknown or invalid setting."""
         super().__init__(config)
-        given = {name: value for name, value in config.extra_config.items() if name not in VLLM_SETTINGS}
-        self.settings = read_settings(given, os.environ)
-        self.counters = EngineCounters()
-        self.reports = Reports(logger, self.counters, prefix="TokenLake: ")
-        self.replicated_layout = config.replicated_layout
+        self.side = Side({name: value for name, value in config.extra_config.items() if name not in VLLM_SETTINGS})
+        self.settings, self.replicated_layout = self.side.settings, config.replicated_layout
         # The tokens that a request generates are stored too: they are the prompt of the conversation's next turn.
         self.offload_prompt_only = bool(config.extra_config.get("offload_prompt_only", False))
         if not {"block_size", "blocks_per_chunk"} & set(config.extra_config):
             self.blocks_per_chunk = blocks_per_chunk(self.tokens_per_block, self.settings.segment_tokens)
         self.manager: PoolManager | None = None
         self.worker: PoolWorker | None = None
-        extend()
+        if not apply(OFFLOADING):
+            raise LayoutRefused("this version of vLLM lacks a method of OffloadingConnector that the pool extends")
 
     def get_manager(self) -> PoolManager:
         """vLLM's hook in its scheduler."""
@@ -105,51 +91,20 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             group_tokens=self.tokens_per_block,
             chunk_blocks=self.blocks_per_chunk,
         )
-        pages: Pages | None = None
+        side, cache, copy = self.side, PageCache(groups, self.blocks_per_chunk), None
         try:
-            pages = _pages(groups, self.blocks_per_chunk)
+            copy = copy_for(cache, cache.devices)
         except LayoutRefused as error:
-            self.refuse(str(error))
-            self.decline(str(error))
-        watch_loads()
-        loaded = LoadedAdapters(self.warn_of_adapter)
-        worker = ChunkWorker(pages, place, self.settings, self._join, self.counters, self.reports.failure, loaded)
-        self.worker = PoolWorker(worker, parallel.rank, chunk_bytes(groups, self.blocks_per_chunk), groups)
+            side.refuse(str(error))
+            side.decline(str(error))
+        loaded = side.loaded_adapters()
+        worker = ChunkWorker(copy, place, self.settings, self._join, side.counters, side.reports.failure, loaded)
+        self.worker = PoolWorker(worker, parallel.rank, cache)
         return self.worker
-
-    def refuse(self, reason: str) -> None:
-        """Log why the pool does not serve the engine."""
-        self.reports.warn(f"served without the pool: {reason}")
-
-    def decline(self, reason: str) -> Connection:
-        """Tell the daemon why the pool does not serve the engine (`declined`)."""
-        return declined(self.settings.socket, self.settings.daemon_uid, reason)
-
-    def warn_of_adapter(self, line: str) -> None:
-        """Log a line about a LoRA adapter."""
-        self.reports.warn(line, kind="adapters")
-
-    def connect(self, layout: OpaqueLayout) -> Pool:
-        """A connection of the manager. Raises the errors of `Pool.connect`."""
-        return Pool.connect(
-            self.settings.socket or None,
-            layout,
-            self.settings.credential,
-            verify=self.settings.verify,
-            daemon_uid=self.settings.daemon_uid,
-            deadlines=self.settings.deadlines,
-        )
 
     def _join(self, session: int, layout: bytes) -> Pool:
         # The manager has verified the segments before a rank reads them.
-        return Pool.connect(
-            self.settings.socket or None,
-            OpaqueLayout.decode(layout),
-            self.settings.credential,
-            session=SessionId(session),
-            daemon_uid=self.settings.daemon_uid,
-            deadlines=self.settings.deadlines,
-        )
+        return self.side.connect(OpaqueLayout.decode(layout), session, verify=False)
 
 
 def guarded(hook: Hook) -> Hook:
@@ -160,7 +115,7 @@ def guarded(hook: Hook) -> Hook:
         try:
             hook(self, *args, **kwargs)
         except Exception as error:
-            self.spec.reports.failure(hook.__name__, error)
+            self.spec.side.reports.failure(hook.__name__, error)
 
     return cast(Hook, call)
 
@@ -170,12 +125,12 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(self, spec: TokenLakeOffloadingSpec, chunk_tokens: dict[int, int]) -> None:
         """`chunk_tokens`: the tokens of a chunk, by the number of its cache group."""
-        self.spec = spec
-        self._reports = spec.reports
+        self.spec, self._side = spec, spec.side
+        side, self._reports = spec.side, spec.side.reports
         self._chunk_tokens = {group.to_bytes(GROUP_BYTES, "big"): tokens for group, tokens in chunk_tokens.items()}
-        self.chunks = ChunkManager(spec.settings, spec.counters, spec.reports.failure, spec.refuse)
-        self.opening = Opening(self.chunks, spec.connect, spec.reports.failure, spec.decline)
-        self._status = PoolStatus(logger)
+        self.chunks = ChunkManager(side.settings, side.counters, side.reports.failure, side.refuse)
+        connect = functools.partial(side.connect, verify=side.settings.verify)
+        self.opening = Opening(self.chunks, connect, side.reports.failure, side.decline)
         self._adapters: Adapters | None = None
         self._asked: tuple[Any, bytes] = None, b""
         """The request and the chunk of the last lookup that went to the manager."""
@@ -244,10 +199,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's hook for a request that has arrived."""
         hints = None
         try:
-            hints = hints_of(req_context.kv_transfer_params)
-        except ValueError as error:
-            name = req_context.req_id[:100]
-            self._reports.warn(f"request {name!r} is served without its hints: {error}", kind="hints")
+            hints = self._side.hints(req_context.req_id, req_context.kv_transfer_params)
         except Exception as error:
             self._reports.failure("reading a request's hints", error)
         self.chunks.new_request(req_context.req_id, hints)
@@ -259,9 +211,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's request whose arrival `on_new_request` has reported. Never raises."""
         name, lora = request.request_id, request.lora_request
         self.chunks.with_tokens(name, lambda: int(request.num_tokens))
-        reason = unnamed_media(request.mm_features)
-        if reason is None and lora is not None and self._adapters is None:
-            reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
+        reason = not_served(request, self._adapters)
         if reason is not None:
             self.chunks.refuse_request(name, reason)
         elif lora is not None and self._adapters is not None:
@@ -269,8 +219,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
 
     def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
         """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
-        if lora_config is not None and watch_loads():
-            self._adapters = Adapters(options_of(lora_config, dtype), self.spec.warn_of_adapter)
+        self._adapters = self._side.adapters(lora_config, dtype)
 
     @guarded
     def on_request_finished(self, req_context: Any) -> None:
@@ -281,19 +230,13 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: Any) -> None:
         """vLLM's hook at the end of each scheduling step."""
         self.chunks.step_ends(context.new_req_ids, context.preempted_req_ids)
-        self._status.update(self.opening.pool, silent=self.chunks.silent)
-
-    def reset_cache(self) -> None:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed."""
-        self.new_epoch(empty=False)
+        self._side.status.update(self.opening.pool, silent=self.chunks.silent)
 
     @guarded
-    def new_epoch(self, *, empty: bool) -> None:
-        """Begin an epoch of the weights: chunks that were stored before are not loaded any more. `empty`: vLLM's own
-        cache is empty."""
-        if empty:
-            self.chunks.cache_emptied()
-        self.chunks.new_weights(self.opening.reset(empty=empty))
+    def reset_cache(self) -> None:
+        """vLLM's hook for a reset of the caches, after which the weights may have changed: chunks that were stored
+        before are not loaded any more."""
+        self.chunks.new_weights(self.opening.epoch.reset(empty=False))
 
     def shutdown(self) -> None:
         """Release all leases, and end the connection."""
@@ -306,19 +249,12 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
 class PoolWorker(OffloadingWorker):  # type: ignore[misc]
     """`ChunkWorker` as vLLM calls it. Each job is a success for vLLM; `take_failed` names those that are not."""
 
-    def __init__(self, chunks: ChunkWorker, rank: int, shard_bytes: int, groups: Sequence[Sequence[PageTable]]) -> None:
+    def __init__(self, chunks: ChunkWorker, rank: int, cache: PageCache) -> None:
         self.chunks = chunks
         self.rank = rank
-        self.shard_bytes = shard_bytes
-        """The bytes of the largest chunk on this rank."""
-        outer = get_current_vllm_config_or_none()
-        transfer = outer.kv_transfer_config if outer is not None else None
-        self.nested = transfer is None or transfer.kv_connector == "MultiConnector"
-        """True: the connector is, or may be, one of several."""
-        self.told = False
+        self.cache = cache
+        self.reported = False
         """True: the rank has reported on its cache."""
-        self.page_bytes = [[table.nbytes for table in group] for group in groups]
-        """The bytes of the pages of each cache group's tables."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """vLLM's hook: store chunks."""
@@ -359,13 +295,3 @@ def _position(context: Any, key: bytes) -> int:
 def _bytes_of(tensor: Any) -> Any:
     """vLLM's table of pages as [block, bytes]."""
     return tensor.flatten(1) if tensor.dim() > 2 else tensor
-
-
-def _pages(groups: Sequence[Sequence[PageTable]], chunk_blocks: int) -> Pages:
-    devices = {table.pages.device for group in groups for table in group}
-    device = next(iter(devices))
-    if len(devices) == 1 and device.type == "cpu":
-        return HostPages(groups, chunk_blocks)
-    if len(devices) == 1 and device.type == "cuda":
-        return DevicePages(groups, chunk_blocks, CudaDevice(device))
-    raise LayoutRefused(f"the cache is on {', '.join(sorted(map(str, devices)))}; supported: one cpu or cuda device")
