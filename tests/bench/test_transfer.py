@@ -24,7 +24,7 @@ from tokenlake_bench.transfer.picture import plot_rows
 from tokenlake_bench.transfer.pool_rows import PoolRows
 from tokenlake_bench.transfer.results import compare, row_of
 from tokenlake_bench.transfer.windows import Windows, fill_windows
-from tokenlake_bench.transfer.worker import Worker
+from tokenlake_bench.worker import Worker
 
 KEYS = ["name", "p50_us", "p99_us", "gbps", "ceiling_gbps", "ratio"]
 STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
@@ -173,7 +173,7 @@ def test_a_worker_ends_with_all_that_it_started(tmp_path: Path) -> None:
     module = tmp_path / "starts_another.py"
     module.write_text(
         "import subprocess\n"
-        "from tokenlake_bench.transfer.worker import serve\n"
+        "from tokenlake_bench.worker import serve\n"
         "def start():\n"
         "    print('noise')\n"
         "    return subprocess.Popen(['sleep', '600']).pid\n"

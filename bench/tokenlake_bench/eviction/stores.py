@@ -200,15 +200,6 @@ class NodeStores:
         """Number of copies of segments over all nodes, cached copies included."""
         return sum(len(store.index(_TENANT)) for store in self._stores)
 
-    def orphans(self) -> int:
-        """Number of segments with a primary copy whose parent (the segment before them in the prompt) has none: no
-        prompt finds them until the parent is stored again."""
-        return sum(
-            parent >= 0 and self._held[parent] is None
-            for segment, parent in zip(self._held, self._parents, strict=True)
-            if segment is not None
-        )
-
     def check_integrity(self) -> None:
         """Check that the maps of this object agree with the stores. Raises AssertionError when they differ. Slow; for
         tests."""

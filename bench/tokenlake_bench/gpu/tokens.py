@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.engine_workload import prompt
-from tokenlake_bench.environment import check_interpreter
+from tokenlake_bench.engine.environment import check_interpreter
+from tokenlake_bench.engine.workload import prompt
 from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row, device_named
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine

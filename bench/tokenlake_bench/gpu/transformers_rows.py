@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenlake.layout import Layout
+from tokenlake_bench.daemons import settle
 from tokenlake_bench.gpu.base import CPU, Rig, Row
 from tokenlake_bench.gpu.timeline import covered, record
-from tokenlake_bench.load_meter import settle
 from tokenlake_client import Deadlines, Pool
 from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.engine_model import FITTED, EngineModel
-from tokenlake_bench.report import write_json
+from tokenlake_bench.report import table, write_json
 from tokenlake_bench.routing import SYSTEMS, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
 from tokenlake_bench.simulation.command import SimulateArguments
@@ -155,23 +155,18 @@ def goodput(
             if best == _HIGHEST_STEP:
                 say(f"{name} {varied}: not a goodput, the objective is met at the highest rate that is tried")
             result.rates[name][varied] = 0.0 if best is None else own_rate * STEP**best
-            if arguments.json_file is not None:
-                write_json(result, arguments.json_file)
+            write_json(result, arguments.json_file)
     return result
 
 
-def table(result: Goodput) -> Table:
-    """The goodput as a table for a terminal: a row per system, a column per variation of the engine model."""
-    shown = Table(
-        title=f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
-    )
-    shown.add_column("system")
-    names = list(next(iter(result.rates.values())))
-    for name in names:
-        shown.add_column(name or "as fitted", justify="right")
-    for system, rates in result.rates.items():
-        shown.add_row(system, *(f"{rates[name]:.2f}" for name in names))
-    return shown
+def goodput_table(result: Goodput) -> Table:
+    """The goodput as a table for a terminal: a row per variation of the engine model, a column per system."""
+    title = f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
+    rows = [
+        [name or "as fitted", *(f"{rates[name]:.2f}" for rates in result.rates.values())]
+        for name in next(iter(result.rates.values()))
+    ]
+    return table(title, ["", *result.rates], rows)
 
 
 @click.command()
@@ -203,7 +198,7 @@ def main(systems: str, vary: bool, **arguments: Any) -> None:
         result = goodput(SimulateArguments(**arguments), systems.split(","), vary=vary, say=console.print)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
-    console.print(table(result))
+    console.print(goodput_table(result))
 
 
 if __name__ == "__main__":

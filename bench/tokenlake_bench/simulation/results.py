@@ -5,43 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 
+import numpy as np
+from rich.console import Group
 from rich.table import Table
 
-from tokenlake_bench.balance import SendLog, max_over_mean_from
+from tokenlake_bench.balance import WINDOW_S, SendLog, max_over_mean_from
 from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.report import (
-    CacheHitResult,
-    add_disk_rows,
-    format_bytes,
-    format_duration,
-    format_ratio,
-    format_share,
-    hit_rates,
-)
+from tokenlake_bench.hits import CacheHitResult, disk_rows, hit_rows
+from tokenlake_bench.pictures import bars, drawn
+from tokenlake_bench.report import format_bytes, format_duration, format_ratio, format_share, table
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.run import Measured, Totals
 
-__all__ = ["PoolView", "SimulatedResult", "pool_table", "result_of", "systems_table"]
-
 FLASH_WINDOWS = 2
-_COLUMNS = (
-    "hits",
-    "remote",
-    "in GPU",
-    "load CV (floor)",
-    "busy (CV)",
-    "copies",
-    "TTFT",
-    "TPOT",
-    "in SLO",
-    "goodput/s",
-    "moved",
-)
 
 
 class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
@@ -161,51 +143,78 @@ def result_of(
 
 def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
     """The figures of the pool as a table for a terminal."""
-    title = f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, rate in hit_rates(result).items():
-        table.add_row(f"token hit rate, {name}", format_share(rate), style="bold" if name == "pool" else "")
-    table.add_section()
-    table.add_row("capacity of the pool", f"{result.capacity_tokens:,} tokens")
-    table.add_row("segment", f"{view.segment_tokens:,} tokens")
-    table.add_row("hits from another node", format_share(result.remote_share))
-    table.add_row("load max / mean", format_ratio(result.load_max_over_mean))
-    for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
-        label = f"the same of the reads in window {number} of the flash crowd"
-        table.add_row(label, f"{ratio:.3f} (floor {least:.3f})")
-    if view.disk is not None:
-        add_disk_rows(table, view.disk, result.disk_tokens, result.nodes)
-    table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
-    table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
-    table.add_row("processor time", format_duration(result.processor_s))
-    return table
+    flash = [
+        (f"the same of the reads in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
+        for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1)
+    ]
+    return table(
+        f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}",
+        (),
+        [
+            *hit_rows(result),
+            ("capacity of the pool", f"{result.capacity_tokens:,} tokens"),
+            ("segment", f"{view.segment_tokens:,} tokens"),
+            ("hits from another node", format_share(result.remote_share)),
+            ("load max / mean", format_ratio(result.load_max_over_mean)),
+            *flash,
+            *disk_rows(view.disk, result.disk_tokens, result.nodes),
+            ("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s))),
+            ("messages between nodes per request", f"{result.messages_per_request:.1f}"),
+            ("processor time", format_duration(result.processor_s)),
+        ],
+    )
 
 
-def systems_table(result: SimulatedResult) -> Table:
-    """All compared systems as a table for a terminal, with a row per system."""
+def systems_table(result: SimulatedResult) -> Group:
+    """All compared systems as two tables for a terminal, with a row per system: caches and load, then latency."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
-    title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
-    table = Table(title=title, title_justify="left")
-    table.add_column("system")
     disks = any(row.disk_written_share is not None for row in result.systems.values())
-    for name in (*_COLUMNS, *(["disk"] if disks else [])):
-        table.add_column(name, justify="right")
-    for name, row in result.systems.items():
-        table.add_row(
+    caches = [
+        (
             name,
             format_share(row.token_hit_rate),
             format_share(row.remote_share),
             format_share(row.engine_share),
-            "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
-            f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
+            *([format_share(row.disk_share)] if disks else []),
             f"{row.duplication:.2f}",
+            format_bytes(row.bytes_moved),
+            "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
+        )
+        for name, row in result.systems.items()
+    ]
+    times = [
+        (
+            name,
             f"{format_duration(row.ttft_p50_ms / 1e3)} / {format_duration(row.ttft_p99_ms / 1e3)}",
             f"{format_duration(row.tpot_p50_ms / 1e3)} / {format_duration(row.tpot_p99_ms / 1e3)}",
             format_share(row.slo_attainment),
             f"{row.goodput_rps:.2f}",
-            format_bytes(row.bytes_moved),
-            *([format_share(row.disk_share)] if disks else []),
+            f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
         )
-    return table
+        for name, row in result.systems.items()
+    ]
+    head = ("system", "hits", "remote", "in GPU", *(["disk"] if disks else []), "copies", "moved", "load CV (floor)")
+    return Group(
+        table(f"{result.model}, {per} per instance, {result.rate:.2f} requests/s", head, caches),
+        table("p50 / p99", ("system", "TTFT", "TPOT", "in SLO", "goodput/s", "busy (CV)"), times),
+    )
+
+
+def plot(result: SimulatedResult, view: PoolView, path: Path) -> None:
+    """Draw hit rates, requests within their objective, and the load of each node over time."""
+    with drawn(path, (15, 1.5 + max(3.0, 0.35 * len(result.systems))), 3) as (figure, (hits, within, load)):
+        bars(hits, "token hit rate, %", {name: row.token_hit_rate for name, row in result.systems.items()}, "pool")
+        attained = {name: row.slo_attainment for name, row in result.systems.items()}
+        bars(within, "requests within their objective, %", attained, "pool")
+        hits.set_title(f"{result.requests:,} requests, {result.nodes} nodes, {result.rate:.1f}/s")
+        starts, sent = view.sent.table()
+        if len(starts):
+            by_window = np.zeros((view.nodes, round(starts[-1] / WINDOW_S) + 1))
+            by_window[:, np.rint(starts / WINDOW_S).astype(np.int64)] = sent.T
+            relative = by_window / np.maximum(1.0, by_window.mean(axis=0))
+            extent = (0.0, by_window.shape[1] * WINDOW_S, view.nodes - 0.5, -0.5)
+            image = load.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm", extent=extent)
+            figure.colorbar(image, ax=load, label="bytes sent / mean")
+        load.set_xlabel("trace time, s")
+        load.set_ylabel("node")
+        load.set_title(f"load per {WINDOW_S:g} s: CV {format_ratio(result.load_cv)}")

@@ -16,8 +16,6 @@ from tokenlake_bench.transfer.base import COPY_CEILING, COPY_CEILING_2, WINDOWS,
 from tokenlake_bench.transfer.windows import Windows
 from tokenlake_testing.children import end_with_parent
 
-__all__ = ["Ceilings"]
-
 SOCKET_BUFFER = 4 << 20
 MAX_IOVEC = 64
 STOP_S = 5.0

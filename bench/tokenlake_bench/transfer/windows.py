@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake_bench.transfer.base import WINDOWS, Size
 
-__all__ = ["Windows", "fill_windows", "keys_of", "segment_names"]
-
 _SEED: Final = 7
 
 

@@ -18,8 +18,6 @@ import numpy as np
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_bench.transfer.peers.client import free_port, run_peer, server, wait_for_port
 
-__all__ = ["LMCacheStore"]
-
 REQUEST: Final = struct.Struct("9i150s")
 REPLY: Final = struct.Struct("9i")
 PUT, GET, EXIST = 1, 2, 3

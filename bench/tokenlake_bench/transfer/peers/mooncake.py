@@ -17,8 +17,6 @@ import numpy as np
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_bench.transfer.peers.client import FILLERS, free_port, run_peer, server, wait_for_port
 
-__all__ = ["MooncakeStore"]
-
 SEGMENT_WINDOWS = WINDOWS + FILLERS + 2
 
 LOCAL_BUFFER = 16 << 20

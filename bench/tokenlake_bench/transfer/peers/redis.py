@@ -12,8 +12,6 @@ import numpy as np
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_bench.transfer.peers.client import free_port, run_peer, server, wait_for_port
 
-__all__ = ["RedisStore"]
-
 
 class RedisStore:
     """A client of a Redis server that writes nothing to disk. SETs are sent in one pipeline and GETs one by one, which
