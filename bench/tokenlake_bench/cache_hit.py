@@ -385,8 +385,8 @@ def _table(workload: str, run: LiveRun, arguments: CacheHitArguments) -> Table:
 
 def _notes(run: LiveRun) -> list[str]:
     """Lines of text below the table: the reasons for missing hits."""
-    cut = {code: count for code, count in run.log.cut_by.items() if code is not Code.MISSING}
-    refused = {code: count for code, count in run.log.stored.items() if code.refused}
+    cut: dict[Code, int] = {code: count for code, count in run.log.cut_by.items() if code is not Code.MISSING}
+    refused: dict[Code, int] = {code: count for code, count in run.log.stored.items() if code.refused}
     lines = [
         f"hits that ended for a reason other than a missing segment: {_counts(cut)}",
         f"segments whose store was refused: {_counts(refused)}",

@@ -152,7 +152,7 @@ class Prompts:
         self._requests = 0
         self._fixed = 0
 
-    def draw(self, pool: Pool) -> Asked:
+    def draw(self, pool: Pool | None = None) -> Asked:
         """See `load.Source`. A segment of the fixed half that is lost stays lost: it would be found again otherwise."""
         with self._lock:
             self._requests += 1

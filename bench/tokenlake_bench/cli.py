@@ -107,7 +107,6 @@ def cache_hit(mode: str, **arguments: Any) -> None:
 @_option("--trace", "traces", type=_FILE, multiple=True, help="A trace in either format; repeatable.")
 @_option("--capacity-tokens", help="Capacities of the whole pool: 1000000,3000000. [default: three, by format]")
 @_option("--policy", "policies", help="Policies: forecast,lru,s3fifo. [default: all]")
-@_option("--nodes", default="1", help="Numbers of nodes that share the capacity: 1,8.")
 @_option("--hint-accuracy", type=float, help="Clients hint whether a conversation goes on; share of right hints.")
 @_option("--limit", type=int, help="Only the first N requests of each trace.")
 @_seed

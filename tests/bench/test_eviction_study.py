@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cac
 from tokenlake_bench.cli import bench
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.command import STUDIED, Ceiling, Cell, compared, hints
-from tokenlake_bench.eviction.stores import NodeStores, least_cost
+from tokenlake_bench.eviction.stores import StudiedStore
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
 TOKENS = 64
@@ -38,12 +36,12 @@ def conversations(requests: int = 120) -> Accesses:
     return intern_segments(builtin_workload(BuiltinSettings(requests=requests)), TOKENS)
 
 
-def serve(stores: NodeStores, asked: Accesses) -> int:
+def serve(stores: StudiedStore, asked: Accesses) -> int:
     """Number of hit segments."""
     hits = 0
     for prompt in asked.prompts:
         hits += stores.serve(prompt, NO_HINTS)
-    stores.check_integrity()
+    stores.store.check_integrity()
     return hits
 
 
@@ -56,62 +54,28 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=40
 @given(TEXTS, st.integers(1, 12))
 def test_lru_through_the_stores_is_the_lru_of_the_baselines(texts: list[tuple[int, ...]], capacity: int) -> None:
     asked = accesses(texts)
-    stores = NodeStores(asked, 1, 10 * capacity, LeastRecentlyUsed)
+    stores = StudiedStore(asked, 10 * capacity, LeastRecentlyUsed)
     assert 10 * serve(stores, asked) == global_lru(asked, 10 * capacity).hit_tokens
-    assert stores.held() <= capacity
+    assert len(list(stores.store.segments())) <= capacity
 
 
-@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)), st.integers(1, 3))
-def test_no_policy_exceeds_the_clairvoyant_bound(
-    texts: list[tuple[int, ...]], each: int, policy: str, nodes: int
-) -> None:
+@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)))
+def test_no_policy_exceeds_the_clairvoyant_bound(texts: list[tuple[int, ...]], capacity: int, policy: str) -> None:
     asked = accesses(texts)
-    stores = NodeStores(asked, nodes, 10 * each * nodes, STUDIED[policy])
-    assert 10 * serve(stores, asked) <= bounds_of(asked).clairvoyant(each * nodes).hit_tokens
-    assert stores.copies() == stores.held() if nodes == 1 else stores.copies() >= stores.held()
+    hits = 10 * serve(StudiedStore(asked, 10 * capacity, STUDIED[policy]), asked)
+    assert hits <= bounds_of(asked).clairvoyant(capacity).hit_tokens
 
 
-def test_nodes_without_pressure_find_all_there_is() -> None:
+def test_a_store_without_pressure_finds_all_there_is() -> None:
     asked = conversations()
-    for nodes in (1, 4, 20):
-        stores = NodeStores(asked, nodes, 4_000_000, LeastRecentlyUsed)
-        assert TOKENS * serve(stores, asked) == infinite_cache(asked).hit_tokens
-    
-
-def test_several_nodes_decide_by_themselves() -> None:
-    asked = conversations()
-    alone, apart = (NodeStores(asked, nodes, 12_000, LeastRecentlyUsed) for nodes in (1, 6))
-    assert 0.7 * serve(alone, asked) < serve(apart, asked) < serve(alone, asked)
-
-
-def test_a_prompt_is_computed_where_it_starts_soonest() -> None:
-    rng = random.Random(0)
-    assert least_cost([0, 0, 0], [30, 20, 20], [0, 20, 0], rng) == 2
-    assert least_cost([0, 0, 25], [30, 20, 20], [0, 20, 0], rng) == 0
-    assert {least_cost([0, 0, 0], [10, 20, 20], [10, 0, 0], rng) for _ in range(50)} == {0, 1, 2}
-
-
-def test_a_prompt_goes_to_its_prefix_or_around_a_queue() -> None:
-    """A prompt goes to its prefix unless that node has a queue."""
-    prompt = accesses([(0, 1, 2, 3)]).prompts[0]
-    # Two prompts of the same moment: the second one reads at the other node, which keeps a copy.
-    asked = Accesses(10, [dataclasses.replace(prompt, at_s=at_s) for at_s in (0.0, 5.0, 10.0, 10.0)])
-    longer = dataclasses.replace(prompt, tokens=93, chain=(*prompt.chain, 4, 5, 6, 7, 8), at_s=10.0)
-    asked.prompts[2] = longer
-    stores = NodeStores(asked, 2, 10_000, LeastRecentlyUsed)
-    copies = []
-    for each in asked.prompts:
-        stores.serve(each, NO_HINTS)
-        copies.append((stores.held(), stores.copies()))
-    stores.check_integrity()
-    assert copies == [(4, 4), (4, 4), (9, 9), (9, 13)]
+    assert TOKENS * serve(StudiedStore(asked, 4_000_000, LeastRecentlyUsed), asked) == infinite_cache(asked).hit_tokens
 
 
 def test_no_policy_takes_a_parent_before_its_children() -> None:
     asked = accesses([(0, 1, 2), (3,)])
-    stores = NodeStores(asked, 1, 30, _ParentsFirst)
+    stores = StudiedStore(asked, 30, _ParentsFirst)
     serve(stores, asked)
-    assert stores.held() == 3
+    assert len(list(stores.store.segments())) == 3
 
 
 class _ParentsFirst(LeastRecentlyUsed):
@@ -148,7 +112,7 @@ def test_hints_reach_the_policy() -> None:
             words.append(segment.hints)
             super().touch(segment, now)
 
-    stores = NodeStores(asked, 1, 100, _Listens)
+    stores = StudiedStore(asked, 100, _Listens)
     said = [Hints(Outlook.GOES_ON), Hints(Outlook.OVER), Hints(category="x")]
     for prompt, word in zip(asked.prompts, said, strict=True):
         stores.serve(prompt, word)
@@ -159,17 +123,16 @@ def test_hints_reach_the_policy() -> None:
 # -- figures
 
 
-def cell(policy: str, rate: float, *, tokens: int = 100, nodes: int = 1) -> Cell:
-    return Cell(trace="t", capacity_tokens=tokens, nodes=nodes, policy=policy, hit_rate=rate)
+def cell(policy: str, rate: float, *, tokens: int = 100) -> Cell:
+    return Cell(trace="t", capacity_tokens=tokens, policy=policy, hit_rate=rate)
 
 
 def test_figures_that_follow_from_comparing() -> None:
     ceilings = [Ceiling(trace="t", capacity_tokens=tokens, infinite=0.9, clairvoyant=0.8) for tokens in (100, 200)]
-    cells = [cell("lru", 0.2), cell("s3fifo", 0.4), cell("s3fifo", 0.1, tokens=200), cell("s3fifo", 0.3, nodes=8)]
+    cells = [cell("lru", 0.2), cell("s3fifo", 0.4), cell("s3fifo", 0.1, tokens=200)]
     found = compared(ceilings, cells)
-    assert [each.of_clairvoyant for each in found] == pytest.approx([0.25, 0.5, 0.125, 0.375])
-    assert [each.of_lru for each in found] == [1.0, 2.0, None, None]
-    assert [each.of_one_node for each in found] == [1.0, 1.0, 1.0, pytest.approx(0.75)]
+    assert [each.of_clairvoyant for each in found] == pytest.approx([0.25, 0.5, 0.125])
+    assert [each.of_lru for each in found] == [1.0, 2.0, None]
 
 
 # -- command
@@ -182,18 +145,17 @@ def invoke(*arguments: str) -> Result:
 def test_the_built_in_workload_end_to_end(tmp_path: Path) -> None:
     written, drawn = tmp_path / "out.json", tmp_path / "out.png"
     files = ("--json", str(written), "--plot", str(drawn))
-    done = invoke("--policy", "lru,s3fifo", "--nodes", "1,2", "--capacity-tokens", "8000,16000", "--limit", "60", *files)
+    done = invoke("--policy", "lru,s3fifo", "--capacity-tokens", "8000,16000", "--limit", "60", *files)
     assert done.exit_code == 0, done.output
-    assert "lru, 2 nodes" in done.output
     result = json.loads(written.read_bytes())
     assert result["complete"]
-    assert [(each["capacity_tokens"], each["nodes"], each["policy"]) for each in result["cells"]] == [
-        (tokens, nodes, policy) for tokens in (8_000, 16_000) for nodes in (1, 2) for policy in ("lru", "s3fifo")
+    assert [(each["capacity_tokens"], each["policy"]) for each in result["cells"]] == [
+        (tokens, policy) for tokens in (8_000, 16_000) for policy in ("lru", "s3fifo")
     ]
     asked = conversations(60)
     assert result["cells"][0]["hit_rate"] == pytest.approx(global_lru(asked, 8_000).rate)
     assert result["ceilings"][0]["infinite"] == pytest.approx(infinite_cache(asked).rate)
-    assert list(result["means"]) == ["lru", "s3fifo", "lru, 2 nodes", "s3fifo, 2 nodes"]
+    assert list(result["means"]) == ["lru", "s3fifo"]
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
@@ -215,19 +177,21 @@ def test_default_capacities_depend_on_the_format(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = NodeStores.serve
+    served = StudiedStore.serve
     calls = 0
 
-    def interrupted(self: NodeStores, prompt: Prompt, hints: Hints) -> int:
+    def interrupted(self: StudiedStore, prompt: Prompt, hints: Hints) -> int:
         nonlocal calls
         calls += 1
         if calls == 100:
             raise KeyboardInterrupt
         return served(self, prompt, hints)
 
-    monkeypatch.setattr(NodeStores, "serve", interrupted)
+    monkeypatch.setattr(StudiedStore, "serve", interrupted)
     written = tmp_path / "out.json"
-    done = invoke("--policy", "lru,s3fifo", "--limit", "60", "--json", str(written), "--plot", str(tmp_path / "out.png"))
+    done = invoke(
+        "--policy", "lru,s3fifo", "--limit", "60", "--json", str(written), "--plot", str(tmp_path / "out.png")
+    )
     assert done.exit_code == 130
     assert "interrupted" in done.output
     result = json.loads(written.read_bytes())
@@ -240,11 +204,8 @@ def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: 
     ("arguments", "named"),
     [
         (("--policy", "lru,best"), "'policy' is 'best'; expected names among .*lru"),
-        (("--nodes", "0"), "'nodes' is '0'"),
-        (("--nodes", "2,x"), "'nodes'"),
         (("--capacity-tokens", "-5"), "'capacity_tokens'"),
         (("--capacity-tokens", "10"), "'capacity_tokens' is 10; expected at least 64"),
-        (("--capacity-tokens", "128", "--nodes", "4"), "expected at least 256"),
         (("--hint-accuracy", "1.5"), "'hint_accuracy'"),
         (("--hint-accuracy", "nan"), "'hint_accuracy'"),
         (("--limit", "0"), "'limit'"),

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -178,7 +179,7 @@ class _Demo:
             ideal=(ideal - infinite_cache(earlier).hit_tokens) / max(1, accesses.prompt_tokens),
         )
 
-    def serve(self) -> dict[str, object]:
+    def serve(self) -> dict[str, Any]:
         """The first part: all requests of the plan; a daemon is killed after half of them and started again."""
         count = len(self.plan.workload)
         before: list[int] = []
@@ -234,7 +235,7 @@ class _Demo:
         tokens = sum(self.plan.accesses.prompts[number].tokens for number in self.ran)
         return f"hits {format_share(hits / tokens)}, equal {sum(ran.equal for ran in self.ran.values())}"
 
-    def ship(self, vocabulary: int) -> dict[str, object]:
+    def ship(self, vocabulary: int) -> dict[str, Any]:
         """The second part: an engine stores documents, and one at another node answers questions about them, by queries
         that are shipped and by fetches."""
         self.console.print("questions about long documents at another node: shipped queries, then fetched caches")
@@ -270,7 +271,7 @@ class _Demo:
             "ship_equal": all(ran.equal for runs in asked.values() for ran in runs),
         }
 
-    def restart(self) -> dict[str, object]:
+    def restart(self) -> dict[str, Any]:
         """The last part: daemons with disks serve the first requests of the plan and are restarted as a whole."""
         count = min(RESTARTED, len(self.plan.workload) // 3)
         parts: list[dict[int, Ran]] = [{}, {}, {}]

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tokenlake_bench.worker import Worker, serve
 
@@ -127,6 +124,8 @@ class _Process:
 
     def attach(self, socket: str, window: int, mode: Any, corrupt: bool) -> None:
         from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
+        from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
+        from tokenlake_testing.corrupting import corrupting
 
         if self._engine is not None:
             self._engine.close()
@@ -136,7 +135,7 @@ class _Process:
             window=window,
             mode=mode,
         )
-        copier = _corrupting() if corrupt else None
+        copier = corrupting(SegmentCopier()) if corrupt else None
         self._engine = TokenLakeEngine(self._model, socket, options, copier)
 
     def run(self, tokens: list[int], new_tokens: int, cold: bool) -> dict[str, Any]:
@@ -180,20 +179,6 @@ class _Process:
             streamer=first,
         )
         return output[0, len(prompt) :].tolist(), (first.at - began) * 1e3
-
-
-def _corrupting() -> Any:
-    """A copier whose caches get segments with wrong bytes; the numbers stay finite."""
-    from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
-
-    class Corrupting(SegmentCopier):
-        def bind(self, layout: Any, layers: Any) -> Any:
-            copy = super().bind(layout, layers)
-            read: Callable[[Sequence[NDArray[np.uint8]], int], None] = copy.read
-            copy.read = lambda segments, start: read([each[::-1].copy() for each in segments], start)  # type: ignore[method-assign]
-            return copy
-
-    return Corrupting()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, intern_segments
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.s3fifo import S3Fifo
-from tokenlake_bench.eviction.stores import NodeStores, slots_per_node
+from tokenlake_bench.eviction.stores import StudiedStore, check_capacity
 from tokenlake_bench.pictures import check_plot, drawn
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import table, write_json
@@ -49,7 +49,6 @@ class EvictionArguments:
     traces: tuple[Path, ...] = ()
     capacity_tokens: str | None = None
     policies: str | None = None
-    nodes: str = "1"
     hint_accuracy: float | None = None
     limit: int | None = None
     seed: int = 0
@@ -60,7 +59,6 @@ class EvictionArguments:
         for name in self.studied:
             if name not in STUDIED:
                 raise ConfigurationError("policy", name, f"names among {', '.join(STUDIED)}, separated by commas")
-        _numbers("nodes", self.nodes)
         if self.capacity_tokens is not None:
             _numbers("capacity_tokens", self.capacity_tokens)
         if self.hint_accuracy is not None and not 0 <= self.hint_accuracy <= 1:
@@ -106,22 +104,20 @@ class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one policy at one capacity and number of nodes on one trace. `hit_rate`: hit tokens as a share of all
-    prompt tokens, those beyond the last full segment included. The `of_*` divide it by that of the clairvoyant cache,
-    of LRU, and of the same policy with one node; None where those were not run."""
+    """Result of one policy at one capacity on one trace. `hit_rate`: hit tokens as a share of all prompt tokens, those
+    beyond the last full segment included. The `of_*` divide it by that of the clairvoyant cache and of LRU; None where
+    that is 0 or was not run."""
 
     trace: str
     capacity_tokens: int
-    nodes: int
     policy: str
     hit_rate: float
     of_clairvoyant: float | None = None
     of_lru: float | None = None
-    of_one_node: float | None = None
 
 
 class StudyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole study. `means`: by policy and number of nodes, the geometric mean of `of_clairvoyant`. `complete` is
+    """The whole study. `means`: by policy, the geometric mean of `of_clairvoyant`. `complete` is
     False if it was interrupted, so that the remaining runs were not made."""
 
     segment_tokens: int
@@ -138,10 +134,9 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
     KeyboardInterrupt ends the study early and keeps the finished runs. Raises TokenLakeError."""
     console = Console()
     sources = list(arguments.sources(console.print))
-    nodes = _numbers("nodes", arguments.nodes)
     for source in sources:
         for capacity in source.capacities:
-            slots_per_node(source.accesses, max(nodes), capacity)
+            check_capacity(source.accesses, capacity)
     ceilings: list[Ceiling] = []
     cells: list[Cell] = []
 
@@ -159,7 +154,7 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
         return result
 
     complete = True
-    runs = len(nodes) * len(arguments.studied)
+    runs = len(arguments.studied)
     total = sum(len(each.accesses.prompts) * len(each.capacities) * runs for each in sources)
     try:
         with LiveProgress(console, "serving", total) as progress:
@@ -171,18 +166,17 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
                     best = bounds.clairvoyant(capacity // accesses.segment_tokens).rate
                     of = {"trace": name, "capacity_tokens": capacity}
                     ceilings.append(Ceiling(**of, infinite=bounds.infinite().rate, clairvoyant=best))  # type: ignore[arg-type]
-                    for number in nodes:
-                        for policy in arguments.studied:
-                            stores = NodeStores(accesses, number, capacity, STUDIED[policy], arguments.seed)
-                            hits = 0
-                            for index, prompt in enumerate(accesses.prompts):
-                                hits += stores.serve(prompt, given[index])
-                                done += 1
-                                if done % STEP == 0:
-                                    progress.update(done, f"{name.split('.')[0]}, {policy}")
-                            rate = hits * accesses.segment_tokens / max(1, accesses.prompt_tokens)
-                            cells.append(Cell(**of, nodes=number, policy=policy, hit_rate=rate))  # type: ignore[arg-type]
-                            write(complete=False)
+                    for policy in arguments.studied:
+                        store = StudiedStore(accesses, capacity, STUDIED[policy])
+                        hits = 0
+                        for index, prompt in enumerate(accesses.prompts):
+                            hits += store.serve(prompt, given[index])
+                            done += 1
+                            if done % STEP == 0:
+                                progress.update(done, f"{name.split('.')[0]}, {policy}")
+                        rate = hits * accesses.segment_tokens / max(1, accesses.prompt_tokens)
+                        cells.append(Cell(**of, policy=policy, hit_rate=rate))  # type: ignore[arg-type]
+                        write(complete=False)
     except KeyboardInterrupt:
         complete = False
         console.print("interrupted: the remaining runs of the study were left out")
@@ -217,13 +211,12 @@ def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[
 def compared(ceilings: Sequence[Ceiling], cells: Sequence[Cell]) -> list[Cell]:
     """The results, each compared with the other runs of the study."""
     best = {(each.trace, each.capacity_tokens): each.clairvoyant for each in ceilings}
-    known = {(each.trace, each.capacity_tokens, each.nodes, each.policy): each.hit_rate for each in cells}
+    known = {(each.trace, each.capacity_tokens, each.policy): each.hit_rate for each in cells}
     return [
         msgspec.structs.replace(
             cell,
             of_clairvoyant=_ratio(cell.hit_rate, best[cell.trace, cell.capacity_tokens]),
-            of_lru=_ratio(cell.hit_rate, known.get((cell.trace, cell.capacity_tokens, cell.nodes, LRU))),
-            of_one_node=_ratio(cell.hit_rate, known.get((cell.trace, cell.capacity_tokens, 1, cell.policy))),
+            of_lru=_ratio(cell.hit_rate, known.get((cell.trace, cell.capacity_tokens, LRU))),
         )
         for cell in cells
     ]
@@ -235,15 +228,11 @@ def _ratio(part: float, whole: float | None) -> float | None:
 
 def _means(cells: Sequence[Cell]) -> dict[str, float]:
     means: dict[str, float] = {}
-    for name in dict.fromkeys(map(_name, cells)):
-        shares = [cell.of_clairvoyant for cell in cells if _name(cell) == name and cell.of_clairvoyant is not None]
+    for name in dict.fromkeys(cell.policy for cell in cells):
+        shares = [cell.of_clairvoyant for cell in cells if cell.policy == name and cell.of_clairvoyant is not None]
         # The geometric mean of hit rates is 0 if one of them is 0, whose logarithm does not exist.
         means[name] = math.exp(math.fsum(map(math.log, shares)) / len(shares)) if shares and min(shares) > 0 else 0.0
     return means
-
-
-def _name(cell: Cell) -> str:
-    return cell.policy if cell.nodes == 1 else f"{cell.policy}, {cell.nodes} nodes"
 
 
 def _show(console: Console, result: StudyResult) -> None:
@@ -251,10 +240,10 @@ def _show(console: Console, result: StudyResult) -> None:
     for trace in dict.fromkeys(ceiling.trace for ceiling in result.ceilings):
         ceilings = [ceiling for ceiling in result.ceilings if ceiling.trace == trace]
         mine = [cell for cell in result.cells if cell.trace == trace]
-        rates = {(_name(cell), cell.capacity_tokens): cell for cell in mine}
+        rates = {(cell.policy, cell.capacity_tokens): cell for cell in mine}
         rows = [
             [name, *(_rate(rates.get((name, each.capacity_tokens))) for each in ceilings)]
-            for name in dict.fromkeys(map(_name, mine))
+            for name in dict.fromkeys(cell.policy for cell in mine)
         ]
         rows.append(["clairvoyant", *(f"{each.clairvoyant:.1%}     " for each in ceilings)])
         rows.append(["infinite", *(f"{each.infinite:.1%}     " for each in ceilings)])
@@ -275,8 +264,8 @@ def _plot(result: StudyResult, path: Path) -> None:
     traces = list(dict.fromkeys(ceiling.trace for ceiling in result.ceilings))
     with drawn(path, (5 * len(traces), 4.2), len(traces)) as (_, panels):
         for panel, trace in zip(panels, traces, strict=True):
-            for name in dict.fromkeys(map(_name, result.cells)):
-                mine = [cell for cell in result.cells if cell.trace == trace and _name(cell) == name]
+            for name in dict.fromkeys(cell.policy for cell in result.cells):
+                mine = [cell for cell in result.cells if cell.trace == trace and cell.policy == name]
                 sizes = [cell.capacity_tokens / 1e6 for cell in mine]
                 panel.plot(sizes, [cell.hit_rate * 100 for cell in mine], "o-", label=name)
             ceilings = [ceiling for ceiling in result.ceilings if ceiling.trace == trace]

@@ -16,7 +16,6 @@ from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row, device_named
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-__all__ = ["tokens"]
 
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 """Speculation, with which vLLM's cache is opaque."""
@@ -29,7 +28,7 @@ WAITING = 200
 """Requests that are given to the engine at once; each has tokens of its own behind one of the prompts of `LENGTHS`."""
 
 
-def tokens(rig: Rig) -> Iterator[Row]:
+def vllm(rig: Rig) -> Iterator[Row]:
     """Two rows for each connector: whether a cold and a warm run gave the tokens of an engine without the pool, the
     prompt tokens that came from the pool, and milliseconds to the first token of a long prompt; many requests at
     once, all of which are answered."""

@@ -32,10 +32,6 @@ class TrackedCaches:
         access."""
         return self._caches[instance].match(chain)
 
-    def holders(self, segment: int) -> tuple[int, ...]:
-        """Indices of the instances whose cache holds the segment, ascending."""
-        return tuple(instance for instance, cache in enumerate(self._caches) if segment in cache)
-
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
         """Add or access all segments of a prompt at the instance; the first segment becomes the most recently used."""
         self._note_owner(chain, instance)

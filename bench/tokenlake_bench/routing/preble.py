@@ -18,7 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import islice
 
-from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
+from tokenlake_bench.routing.base import Fleet, RoutedRequest, least
 
 __all__ = ["Preble"]
 
@@ -51,7 +51,7 @@ class Preble:
         self._output_tokens = 0.0
         self._token_s = 0.0
 
-    def choose(self, request: RoutedRequest, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> int:
         """Choose the instance of a request and add the request's expected seconds to the instance's load; see
         `Router`."""
         self._forget(now - WINDOW_S)
@@ -63,13 +63,13 @@ class Preble:
         self._requests[instance] += 1
         self._accesses[instance].update(request.chain)
         self._fleet.knowledge.sent(request.chain, instance)
-        return Choice(instance, instance)
+        return instance
 
-    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, instance: int, now: float) -> None:
         """Note the time at which the answer began; see `Router`."""
         self._began[request.number] = now
 
-    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
         """Update the running means of the answers' lengths and of the seconds per output token; see `Router`."""
         took = now - self._began.pop(request.number)
         first = not self._output_tokens

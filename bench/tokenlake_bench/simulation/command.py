@@ -250,9 +250,6 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
     name, arrivals = arguments.workload(console.print)
     if arguments.trace is None:
         console.print("no --trace: simulating the built-in workload")
-    for system in systems:
-        if system.phases is not None and arguments.nodes < 2:
-            raise ConfigurationError("nodes", arguments.nodes, f"at least 2 for {system.name}")
     arguments.fleet(engine).capacity(arguments.size[1])
     study = _Study(arguments, engine, pools, systems, name, arrivals, console)
     study.run()

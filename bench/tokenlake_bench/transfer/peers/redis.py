@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tokenlake_bench.transfer.base import WINDOWS, Size
-from tokenlake_bench.transfer.peers.client import free_port, run_peer, server, wait_for_port
+from tokenlake_bench.transfer.peers.client import run_peer, server, wait_for_port
+from tokenlake_testing.ports import free_port
 
 
 class RedisStore:
