@@ -16,7 +16,6 @@ from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row, device_named
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 """Speculation, with which vLLM's cache is opaque."""
 
