@@ -1,4 +1,4 @@
-"""The event log: the events of a node and a digest of the instructions that its rules returned.
+"""Records the events of a node and a digest of the instructions that its rules return, and replays them.
 
 The file holds length-prefixed MessagePack records: the `CoreConfig`, the time of `NodeCore.start`, then one record per
 event, [time, event, digest]. Each digest covers the previous digest, the time, the event and the instructions, so that
@@ -9,7 +9,7 @@ segment keys, and no token ids, secrets or bytes of segments.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,10 +21,8 @@ from tokenlake.core.instructions import Instruction
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
-from tokenlake_server.private_file import open_private
 
-__all__ = ["Recorder", "Replayed", "replay"]
-
+Handle = Callable[[Event, float], list[Instruction]]
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -44,14 +42,31 @@ def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Inst
 
 
 class Recorder:
-    """Writes an event log to `path`, a file for the daemon's user only. Writes are buffered: a killed daemon loses the
-    last records."""
+    """Writes an event log to `path`, a file for this user only. Writes are buffered: a killed process loses the last
+    records."""
 
     def __init__(self, path: Path, config: CoreConfig, started: float) -> None:
-        self._file: BinaryIO = open_private(path, buffering=1 << 20)
+        path.touch(0o600)
+        self._file: BinaryIO = path.open("wb", buffering=1 << 20)
         self._digest = _first_digest(config, started)
         self._write(_encoder.encode(config))
         self._write(_encoder.encode(started))
+
+    def rules(self, handle: Handle) -> Handle:
+        """Rules that do what `handle` does, and record it: the first argument of a driver's `wrap`."""
+
+        def recorded(event: Event, now: float) -> list[Instruction]:
+            instructions: list[Instruction] = []
+            try:
+                instructions = handle(event, now)
+            except HandlerFailed as failure:
+                instructions = failure.instructions
+                raise
+            finally:
+                self.add(now, event, instructions)
+            return instructions
+
+        return recorded
 
     def add(self, at: float, event: Event, instructions: Sequence[Instruction]) -> None:
         """Append one event and the instructions that the rules returned for it."""
@@ -75,7 +90,7 @@ class Replayed(msgspec.Struct, frozen=True):
     """The text of the first event that was changed or for which the rules returned other instructions; empty if there
     is none."""
     cut_off: int = 0
-    """Bytes at the end of the event log that are not a whole record: the daemon was killed, or a length was changed."""
+    """Bytes at the end of the event log that are no whole record: the process was killed, or a length was changed."""
 
 
 def replay(path: Path) -> Replayed:
@@ -105,7 +120,7 @@ def replay(path: Path) -> Replayed:
         except HandlerFailed as failure:
             instructions = failure.instructions
         except Exception:
-            # The recorded daemon refused the event too, and recorded no instructions for it.
+            # The recorded node refused the event too, and recorded no instructions for it.
             instructions = []
         total += len(instructions)
         expected = digest(expected, record.at, record.event, instructions)
