@@ -6,6 +6,7 @@ A test starts it as the module of a node (`daemons(record=...)`).
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import click
 
@@ -33,13 +34,12 @@ def main(file: Path | None, record: Path, **flags: object) -> None:
         driver.wrap(recorders[0].rules, lambda sink: sink)
         start_driver(driver)
 
-    NodeCore.start = starting_core  # type: ignore[method-assign]
-    Driver.start = starting_driver  # type: ignore[method-assign]
-    try:
-        run_daemon(file, flags)
-    finally:
-        for recorder in recorders:
-            recorder.close()
+    with mock.patch.object(NodeCore, "start", starting_core), mock.patch.object(Driver, "start", starting_driver):
+        try:
+            run_daemon(file, flags)
+        finally:
+            for recorder in recorders:
+                recorder.close()
 
 
 if __name__ == "__main__":

@@ -295,12 +295,10 @@ def run_live(workload: Workload, arguments: CacheHitArguments, progress: Callabl
         remote_share=max(0, log.remote_segments - from_disk) / max(1, log.hit_segments),
         duplication=duplication,
         load_cv=spread.cv,
-        load_cv_floor=None,
         load_max_over_mean=spread.max_over_mean,
         flash_max_over_mean=()
         if flash_at is None
         else tuple(max_over_mean_from(meter.sent_to_readers, flash_at, FLASH_WINDOWS)),
-        flash_floor=(),
         bytes_moved=int(totals[SENT_BYTES]),
         wrong_bytes=log.wrong_bytes,
         requests=len(log.prompts),

@@ -21,7 +21,6 @@ def _option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
     return click.option(*names, show_default=attributes.get("default") not in (None, False, 0.0, ""), **attributes)
 
 
-_trace = _option("--trace", type=_FILE, help="A trace in Mooncake's format, .jsonl or .jsonl.zst.")
 _seed = _option("--seed", default=0, help="Seed of all that is drawn.")
 _python = _option("--python", type=_FILE, help="Interpreter with the engine. [default for vllm: .venv-vllm's]")
 _json = _option("--json", "json_file", type=_FILE, help="Write the result to this file.")
@@ -235,7 +234,6 @@ def soak(**arguments: Any) -> None:
 
 
 @click.command()
-@_trace
 @_option("--model", type=_DIRECTORY, help="Directory of a model.")
 @_json
 def demo(**arguments: Any) -> None:

@@ -14,13 +14,9 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
 
     The hit rates are hit tokens / prompt tokens. `remote_share` is the part of the pool's hit tokens that came from
     another node; the rest are own reads. `duplication` is the mean number of copies per stored segment. The load is
-    defined in `balance`; it is None where no node sent anything, and its floor is None in live mode, as daemons do not
-    report the holders of a segment. `bytes_moved` went between nodes; `wrong_bytes` counts bytes that differ from the
-    stored ones.
-
-    `flash_max_over_mean`: the load of reads alone, without hand-overs, in the two windows that begin with the flash
-    crowd. `flash_floor`: their floor, empty in live mode. Both are empty without a flash crowd. `disk`: None without
-    disks.
+    defined in `balance`; it is None where no node sent anything. `bytes_moved` went between nodes; `wrong_bytes` counts
+    bytes that differ from the stored ones. `flash_max_over_mean`: the load of reads alone, without hand-overs, in the
+    two windows that begin with the flash crowd; empty without one. `disk`: None without disks.
     """
 
     token_hit_rate: float
@@ -30,10 +26,8 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     remote_share: float
     duplication: float
     load_cv: float | None
-    load_cv_floor: float | None
     load_max_over_mean: float | None
     flash_max_over_mean: tuple[float, ...]
-    flash_floor: tuple[float, ...]
     bytes_moved: int
     wrong_bytes: int
     requests: int

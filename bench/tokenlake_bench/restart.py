@@ -128,7 +128,6 @@ class _Conversations:
         self._lock = threading.Lock()
 
     def draw(self, pool: Pool) -> Asked:
-        """See `load.Source`."""
         with self._lock:
             storing = self.storing
             number = self._taken if storing else max(0, self._taken - self._draw.randint(1, RECENT))

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tokenlake_bench.baselines import infinite_cache, private_round_robin, private_routed
-from tokenlake_bench.cli import demo
 from tokenlake_bench.demo.command import WINDOW, DemoArguments, DemoResult, run_demo
 from tokenlake_bench.demo.plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, make_plan
 from tokenlake_bench.sizing import bench_layout
@@ -17,7 +15,7 @@ from tokenlake_bench.sizing import bench_layout
 
 def test_the_plan_has_enough_requests_evictions_and_reuse() -> None:
     layout = bench_layout(SEGMENT_TOKENS)
-    plan = make_plan(None, REQUESTS, layout, vocabulary=1024, positions=32_768)
+    plan = make_plan(REQUESTS, layout, vocabulary=1024, positions=32_768)
     assert len(plan.workload) == len(plan.accesses.prompts) >= 200
     distinct = {segment for prompt in plan.accesses.prompts for segment in prompt.chain}
     places = NODES * plan.size.node_segments
@@ -63,10 +61,3 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     assert 0 < before.pool <= before.ideal
     assert 0.75 * after.ideal < after.pool <= after.ideal
     assert set(json.loads(file.read_bytes())) == set(DemoResult.__struct_fields__)
-
-
-def test_a_trace_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    outcome = CliRunner().invoke(demo, ["--trace", str(tmp_path / "no.jsonl")])
-    assert outcome.exit_code == 1
-    assert outcome.output.splitlines()[-1].startswith("Error: ")
-    assert "no.jsonl" in outcome.output.splitlines()[-1]

@@ -21,7 +21,6 @@ ITEM_5 = {
     "remote_share",
     "engine_share",
     "load_cv",
-    "load_cv_floor",
     "busy_share",
     "busy_cv",
     "duplication",

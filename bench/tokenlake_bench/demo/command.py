@@ -28,7 +28,6 @@ from tokenlake_bench.demo.plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, 
 from tokenlake_bench.engine.environment import check_modules
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_bytes, format_duration, format_share, table, verdict, write_json
-from tokenlake_bench.traces import read_mooncake
 from tokenlake_testing.cluster import Cluster
 
 CONTROLS = 12
@@ -50,7 +49,6 @@ RESTARTED = 60
 class DemoArguments:
     """Arguments of the command, and the number of requests."""
 
-    trace: Path | None = None
     model: Path | None = None
     json_file: Path | None = None
     requests: int = REQUESTS
@@ -107,9 +105,6 @@ def run_demo(arguments: DemoArguments) -> DemoResult:
     # The modules of the engines are checked before the engine processes, which import them, are started.
     check_modules("torch", "transformers")
     console = Console()
-    if arguments.trace is not None:
-        # The trace is read here, so that an unreadable file is reported before the models are loaded.
-        read_mooncake(arguments.trace, limit=1)
     began = time.monotonic()
     with ExitStack() as stack:
         console.print(f"starting {ENGINES} engines with {arguments.model or 'a tiny Llama of random weights'}")
@@ -120,8 +115,8 @@ def run_demo(arguments: DemoArguments) -> DemoResult:
             raise LayoutRefused(loaded["problem"])
         console.print(f"a cold prefill of {loaded['prefill_tokens']:,} tokens takes {loaded['prefill_ms']:.0f} ms")
         layout, vocabulary = Layout.decode(bytes.fromhex(loaded["layout"])), loaded["vocabulary"]
-        plan = make_plan(arguments.trace, arguments.requests, layout, vocabulary, loaded["positions"])
-        note = f"{plan.workload.name}: {len(plan.workload)} requests{plan.note}"
+        plan = make_plan(arguments.requests, layout, vocabulary, loaded["positions"])
+        note = f"{plan.workload.name}: {len(plan.workload)} requests"
         console.print(f"starting {NODES} daemons for {plan.size.capacity_tokens:,} tokens; {note}", soft_wrap=True)
         demo = _Demo(console, engines, plan)
         figures = demo.serve() | demo.ship(vocabulary) | demo.restart()

@@ -93,7 +93,6 @@ class _Pageable(CudaDevice):
     """A GPU for which no memory is locked."""
 
     def lock(self, address: int, nbytes: int, *, write: bool) -> Callable[[], None] | None:
-        """See `Device`."""
         return None
 
 

@@ -40,7 +40,6 @@ class CacheAware:
         self._pending = [0] * fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> int:
-        """Choose the instance of a request and count the request as pending there; see `Router`."""
         instance = self._instance(request)
         self._pending[instance] += 1
         self._fleet.knowledge.sent(request.chain, instance)
@@ -50,7 +49,6 @@ class CacheAware:
         """Does nothing, because the rule uses no times of first tokens; see `Router`."""
 
     def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
-        """Count the request as no longer pending at its instance; see `Router`."""
         self._pending[instance] -= 1
 
     def _instance(self, request: RoutedRequest) -> int:

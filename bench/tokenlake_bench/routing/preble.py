@@ -52,8 +52,6 @@ class Preble:
         self._token_s = 0.0
 
     def choose(self, request: RoutedRequest, now: float) -> int:
-        """Choose the instance of a request and add the request's expected seconds to the instance's load; see
-        `Router`."""
         self._forget(now - WINDOW_S)
         depths = self._fleet.knowledge.depths(request.chain)
         instance = self._instance(request, depths)
@@ -66,11 +64,9 @@ class Preble:
         return instance
 
     def first_token(self, request: RoutedRequest, instance: int, now: float) -> None:
-        """Note the time at which the answer began; see `Router`."""
         self._began[request.number] = now
 
     def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
-        """Update the running means of the answers' lengths and of the seconds per output token; see `Router`."""
         took = now - self._began.pop(request.number)
         first = not self._output_tokens
         weight = 1.0 if first else _NEW_ANSWER_WEIGHT

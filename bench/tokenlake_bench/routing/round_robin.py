@@ -14,7 +14,6 @@ class RoundRobin:
         self._instances = fleet.instances
 
     def choose(self, request: RoutedRequest, now: float) -> int:
-        """Choose the next instance in rotation; see `Router`."""
         instance = request.number % self._instances
         return instance
 

@@ -57,6 +57,7 @@ class PoolView:
     measured: Measured
     totals: Totals
     sent: SendLog
+    sent_to_readers: SendLog
     done: Accesses
     """The answered requests, in the order in which they arrived."""
     seed: int
@@ -78,7 +79,8 @@ class PoolView:
         return cls(
             measured=simulation.measure(),
             totals=simulation.totals(),
-            sent=cluster.meter.log,
+            sent=cluster.sent,
+            sent_to_readers=cluster.sent_to_readers,
             done=accesses_of(sorted(run.done, key=attrgetter("at_s")), simulation.options.segment_tokens),
             seed=simulation.options.seed,
             nodes=simulation.options.nodes,
@@ -103,11 +105,6 @@ def result_of(
     """The JSON result: combines the figures of the pool with the rows of all systems that are finished."""
     measured, totals, seed, prompts = view.measured, view.totals, view.seed, view.done.prompts
     compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
-    reads = view.sent.reads()
-    flash, flash_floor = (
-        () if flash_at is None else tuple(max_over_mean_from(sent, flash_at, FLASH_WINDOWS))
-        for sent in (reads, reads.at_floor())
-    )
     duration_s = prompts[-1].at_s - prompts[0].at_s
     return SimulatedResult(
         token_hit_rate=measured.token_hit_rate,
@@ -117,10 +114,10 @@ def result_of(
         remote_share=measured.remote_share,
         duplication=totals.duplication,
         load_cv=measured.load.cv,
-        load_cv_floor=measured.load_floor.cv,
         load_max_over_mean=measured.load.max_over_mean,
-        flash_max_over_mean=flash,
-        flash_floor=flash_floor,
+        flash_max_over_mean=()
+        if flash_at is None
+        else tuple(max_over_mean_from(view.sent_to_readers, flash_at, FLASH_WINDOWS)),
         bytes_moved=totals.bytes_moved,
         wrong_bytes=0,
         requests=totals.requests,
@@ -144,8 +141,8 @@ def result_of(
 def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
     """The figures of the pool as a table for a terminal."""
     flash = [
-        (f"the same of the reads in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
-        for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1)
+        (f"the same of the reads in window {number} of the flash crowd", format_ratio(ratio))
+        for number, ratio in enumerate(result.flash_max_over_mean, 1)
     ]
     return table(
         f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}",
@@ -178,7 +175,7 @@ def systems_table(result: SimulatedResult) -> Group:
             *([format_share(row.disk_share)] if disks else []),
             f"{row.duplication:.2f}",
             format_bytes(row.bytes_moved),
-            "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
+            "-" if row.load_cv is None else f"{row.load_cv:.2f}",
         )
         for name, row in result.systems.items()
     ]
@@ -193,7 +190,7 @@ def systems_table(result: SimulatedResult) -> Group:
         )
         for name, row in result.systems.items()
     ]
-    head = ("system", "hits", "remote", "in GPU", *(["disk"] if disks else []), "copies", "moved", "load CV (floor)")
+    head = ("system", "hits", "remote", "in GPU", *(["disk"] if disks else []), "copies", "moved", "load CV")
     return Group(
         table(f"{result.model}, {per} per instance, {result.rate:.2f} requests/s", head, caches),
         table("p50 / p99", ("system", "TTFT", "TPOT", "in SLO", "goodput/s", "busy (CV)"), times),

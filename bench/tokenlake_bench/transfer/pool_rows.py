@@ -136,7 +136,6 @@ class PoolRows:
         return rows
 
     def rows(self) -> Sequence[str]:
-        """Names of the kinds of calls that are measured with this segment size; see `System`."""
         return list(self._rows)
 
     def sample(self, row: str, turn: int) -> list[float]:
@@ -145,7 +144,6 @@ class PoolRows:
         return self._rows[row](turn)
 
     def close(self) -> None:
-        """Close all clients and end all daemons and the load; see `System`."""
         self._open.close()
 
     # -- rows
