@@ -7,16 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
+WIDTH: Final = 78
+"""Characters within which a title stays on one line."""
+
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]], caption: str | None = None) -> Table:
     """A table for a terminal: names on the left, figures flush right. Without a `head` it has no header, and the rows
     have two cells."""
-    made = Table(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=bool(head))
+    made = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        show_header=bool(head),
+        min_width=min(WIDTH, len(title)),
+    )
     for number, name in enumerate(head or ("", "")):
         made.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:

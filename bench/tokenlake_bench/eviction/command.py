@@ -250,7 +250,7 @@ def _show(console: Console, result: StudyResult) -> None:
         title = f"{trace.split('.')[0]}: token hit %, share of clairvoyant"
         console.print(table(title, ["policy", *(f"{each.capacity_tokens:,}" for each in ceilings)], rows))
     means = [(name, f"{mean:.3f}") for name, mean in result.means.items()]
-    console.print(table("share of clairvoyant, geometric mean of all", (), means))
+    console.print(table("share of clairvoyant, mean", (), means))
 
 
 def _rate(cell: Cell | None) -> str:

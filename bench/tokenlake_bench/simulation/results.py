@@ -182,18 +182,18 @@ def systems_table(result: SimulatedResult) -> Group:
     times = [
         (
             name,
-            f"{format_duration(row.ttft_p50_ms / 1e3)} / {format_duration(row.ttft_p99_ms / 1e3)}",
-            f"{format_duration(row.tpot_p50_ms / 1e3)} / {format_duration(row.tpot_p99_ms / 1e3)}",
+            *(format_duration(ms / 1e3) for ms in (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms)),
             format_share(row.slo_attainment),
             f"{row.goodput_rps:.2f}",
-            f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
+            format_share(row.busy_share),
         )
         for name, row in result.systems.items()
     ]
     head = ("system", "hits", "remote", "in GPU", *(["disk"] if disks else []), "copies", "moved", "load CV")
+    late = ("system", "TTFT", "p99", "TPOT", "in SLO", "good/s", "busy")
     return Group(
         table(f"{result.model}, {per} per instance, {result.rate:.2f} requests/s", head, caches),
-        table("p50 / p99", ("system", "TTFT", "TPOT", "in SLO", "goodput/s", "busy (CV)"), times),
+        table("medians and p99; good/s: requests within their objective per second", late, times),
     )
 
 
