@@ -29,7 +29,7 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]],
         min_width=min(WIDTH, len(title)),
     )
     for number, name in enumerate(head or ("", "")):
-        made.add_column(name, justify="right" if number else "left", overflow="fold")
+        made.add_column(name, justify="right" if number else "left", no_wrap=not number, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

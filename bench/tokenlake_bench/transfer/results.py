@@ -136,14 +136,14 @@ def _window_bytes() -> int:
 def row_table(rows: Sequence[Row]) -> Table:
     """A table with one line per kind of call of each system."""
     return table(
-        "per call; ceiling: the machine's own rate in the same turns",
-        ("", "p50", "p99", "GB/s", "ceiling", "ratio", "target"),
+        "per call; ratio: to the machine's own rate in the same turns",
+        ("", "p50", "p99", "GB/s", "ratio", "at most"),
         [
             (
                 row.name,
                 format_duration(row.p50_us / 1e6),
                 format_duration(row.p99_us / 1e6),
-                *("" if value is None else f"{value:.2f}" for value in (row.gbps, row.ceiling_gbps, row.ratio)),
+                *("" if value is None else f"{value:.2f}" for value in (row.gbps, row.ratio)),
                 _bound(row),
             )
             for row in rows
@@ -165,9 +165,8 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 
 def _bound(row: Row) -> Text:
     p50, p99 = bounds().get(row.name, (math.inf, math.inf))
-    words = [
-        f"{name} <= {format_duration(most / 1e6)}" for name, most in (("p50", p50), ("p99", p99)) if most < math.inf
-    ]
+    limits = {"": p50, "p99 ": p99}
+    words = [f"{name}{format_duration(most / 1e6)}" for name, most in limits.items() if most < math.inf]
     return _judged(" ".join(words), good=row.p50_us <= p50 and row.p99_us <= p99)
 
 
