@@ -15,11 +15,15 @@ from rich.text import Text
 
 WIDTH: Final = 78
 """Characters within which a title stays on one line."""
+NAME: Final = 54
+"""Characters within which the name of a row does."""
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]], caption: str | None = None) -> Table:
-    """A table for a terminal: names on the left, figures flush right. Without a `head` it has no header, and the rows
-    have two cells."""
+    """A table for a terminal: names on the left, which stay whole unless they are sentences, and figures flush right.
+    Without a `head` it has no header, and the rows have two cells."""
+    shown = list(rows)
+    names = max((len(row[0]) for row in shown), default=0)
     made = Table(
         title=title,
         title_justify="left",
@@ -29,8 +33,9 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]],
         min_width=min(WIDTH, len(title)),
     )
     for number, name in enumerate(head or ("", "")):
-        made.add_column(name, justify="right" if number else "left", no_wrap=not number, overflow="fold")
-    for row in rows:
+        whole = not number and names <= NAME
+        made.add_column(name, justify="right" if number else "left", no_wrap=whole, overflow="fold")
+    for row in shown:
         made.add_row(*row)
     return made
 
