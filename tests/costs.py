@@ -19,8 +19,6 @@ import pytest
 
 from tokenlake_testing.cluster import Node
 
-__all__ = ["Cost"]
-
 
 @dataclass(slots=True)
 class Cost:

@@ -16,8 +16,6 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
-__all__ = ["examples", "register_profiles"]
-
 WHOLE = 100
 """Examples of a test that names no number, in the profile `random`."""
 SHORT = 40

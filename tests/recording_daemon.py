@@ -12,7 +12,7 @@ import click
 
 from tokenlake.core import NodeCore
 from tokenlake_server.cli import run_daemon, with_settings
-from tokenlake_server.driver import Driver
+from tokenlake_server.loop.driver import Driver
 from tokenlake_testing.event_log import Recorder
 
 RECORDING = "tests.recording_daemon"

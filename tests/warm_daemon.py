@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenlake_server.cli  # noqa: F401
 from tests.query.scene import query_engine_file
-from tokenlake_server import query_engine
+from tokenlake_server.engines import query_engine
 from tokenlake_testing.children import bound
 from tokenlake_testing.fork_server import ForkedProcess, ForkServer, fork
 

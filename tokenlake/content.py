@@ -17,8 +17,6 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, encode_tokens
 
-__all__ = ["MAX_CONTENT_BYTES", "Content", "block_hash", "content_limit", "contents_of", "decode_content"]
-
 MAX_CONTENT_BYTES = 256 << 10
 """Limit of the bytes of all contents in one message of an engine."""
 NAME_BYTES = 8

@@ -17,8 +17,6 @@ from msgspec import Meta
 
 from tokenlake.wire.fields import Index
 
-__all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_HINTS", "NO_ACCESS", "Hints", "Outlook", "AccessRecord"]
-
 MAX_LABEL = 32
 """Maximum number of characters of a category or a stop reason in hints; all must be printable. The eviction policy
 keeps statistics by them."""

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from typing import NewType
 
-__all__ = [
-    "ConnectionId",
-    "Fingerprint",
-    "Incarnation",
-    "LeaseId",
-    "NodeId",
-    "SegmentKey",
-    "SessionId",
-    "TenantId",
-    "WriteId",
-]
-
 SegmentKey = NewType("SegmentKey", bytes)
 """32 bytes: blake2b-256 chained over a prompt prefix (`tokenlake.keys`)."""
 

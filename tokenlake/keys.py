@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import Fingerprint, SegmentKey
 
-__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "Salt", "TokenIds", "opaque_keys", "probe", "root_key"]
-
 KEY_BYTES = 32
 MAX_SECRET_BYTES = 64
 """Longest key that blake2b takes."""

@@ -11,20 +11,6 @@ import msgspec
 from tokenlake.errors import LayoutRefused
 from tokenlake.identity import Fingerprint
 
-__all__ = [
-    "COMPUTED_DTYPES",
-    "DTYPE_BYTES",
-    "MAX_LAYOUT_BYTES",
-    "MAX_SEGMENT_BYTES",
-    "MAX_SHARDS",
-    "QUANTISED_DTYPES",
-    "CanonicalFields",
-    "Layout",
-    "check_texts",
-    "fields_in",
-    "static_quantisation",
-]
-
 L = TypeVar("L", bound="CanonicalFields")
 
 SCHEMA_VERSION = 1

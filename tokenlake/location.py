@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MAX_LABELS", "NOWHERE", "LOCATION_EXPECTED", "Location", "levels", "parse_location", "shown_location"]
-
 Location = tuple[str, ...]
 NOWHERE: Location = ()
 """The location of a node that has no labels."""

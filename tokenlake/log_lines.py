@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-__all__ = ["LinesPerKind", "one_line", "set_up_log"]
-
 MAX_LINE = 4000
 """Limit of the characters of a line."""
 MAX_LINES, PERIOD_S = 100, 60.0

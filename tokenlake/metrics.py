@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
-__all__ = ["BOUNDS_S", "MAX_LABELS", "OTHERS", "Counters", "Level", "Metric", "Observed"]
-
 MAX_LABELS = 64
 """Maximum number of values of a metric's first label; all later values are counted together as `OTHERS`. Further labels
 have values from a fixed list, such as an enum."""

@@ -12,8 +12,6 @@ from tokenlake.layout import (
     fields_in,
 )
 
-__all__ = ["AnyLayout", "OpaqueLayout", "decode_layout", "understood"]
-
 MAX_ENGINE = 256
 """Bound on the characters of `OpaqueLayout.engine`."""
 MAX_SEGMENT_TOKENS = 1 << 20

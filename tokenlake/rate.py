@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Rate"]
-
 
 class Rate:
     """The recent rate of some amount, such as bytes sent: a sum that halves every `half_life_s` seconds, scaled so that

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-__all__ = ["KEPT_CANCELLED", "Timer", "Timers"]
-
 KEPT_CANCELLED = 64
 """Number of cancelled timers that may stay in the heap even if it has few other timers."""
 

@@ -6,8 +6,6 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-__all__ = ["HOST", "Where", "device_of"]
-
 HOST: Final = "host"
 Where = Annotated[str, Meta(max_length=64)]
 """The name of a place, in messages. A client refuses regions at places that it does not know."""

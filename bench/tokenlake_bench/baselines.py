@@ -18,20 +18,6 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.payload import PayloadIdentity
 from tokenlake_bench.workload import Request
 
-__all__ = [
-    "Accesses",
-    "Baselines",
-    "HitCount",
-    "Lru",
-    "Prompt",
-    "baselines",
-    "global_lru",
-    "infinite_cache",
-    "intern_segments",
-    "private_round_robin",
-    "private_routed",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -13,8 +13,6 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.mixing import WORD, key_of
 from tokenlake_bench.workload import Request, Workload, stream_tokens
 
-__all__ = ["FLASH_SEGMENTS", "FLASH_SHARE", "FlashCrowd"]
-
 FLASH_SEGMENTS: Final = 12
 FLASH_SHARE: Final = 0.3
 _VOCABULARY: Final = 32_000

@@ -19,8 +19,6 @@ from tokenlake_bench import payload
 from tokenlake_bench.payload import PayloadIdentity
 from tokenlake_client import Pool
 
-__all__ = ["ChainOf", "LiveClient", "Served", "chain_of"]
-
 WINDOW: Final = 32
 """Maximum number of segments that are fetched, compared and released at a time (one window)."""
 MATCH_S: Final = 1.0

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from tokenlake_bench.mixing import GOLDEN, mix64
 
-__all__ = ["PayloadIdentity", "check", "fill", "wrong_bytes"]
-
 _PAGE_WORDS: Final = 8_192
 _PAGE_BYTES: Final = _PAGE_WORDS * 8
 _PAGE: Final = mix64(np.arange(1, _PAGE_WORDS + 1, dtype=np.uint64) * np.uint64(GOLDEN))

@@ -8,8 +8,6 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["LiveProgress"]
-
 LINES = 10
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from tokenlake_bench.mixing import key_of
 from tokenlake_bench.workload import Request
 
-__all__ = ["ROUTES", "Route", "RouteMaker"]
-
 Route = Callable[[Request], int]
 """A function that returns the index of the node that serves the request."""
 RouteMaker = Callable[[int, int], Route]

@@ -34,8 +34,6 @@ from tokenlake_bench.mixing import WORD, key_of, mix64
 from tokenlake_bench.trace_lines import TraceError, explain, refuse_beyond_share, text_lines
 from tokenlake_bench.workload import Request, check_vocabulary, stream_tokens
 
-__all__ = ["BLOCK_TOKENS", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
-
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
 """Default number of sessions that start per hour. Some 20 are then open at a time, and an LRU cache of 0.5, 1 and 3

@@ -11,9 +11,7 @@ from typing import Final
 from tokenlake.disk import slab_bytes
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
-from tokenlake.store.region import RegionShape
-
-__all__ = ["PoolSize", "bench_layout", "disk_bytes", "pool_size"]
+from tokenlake.memory.region import RegionShape
 
 PAGE: Final = 4096
 SMALLEST_MEMORY: Final = 64 << 10

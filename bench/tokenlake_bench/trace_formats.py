@@ -13,8 +13,6 @@ from tokenlake_bench.trace_lines import text_lines
 from tokenlake_bench.traces import MooncakeTrace, read_mooncake
 from tokenlake_bench.workload import Workload
 
-__all__ = ["TraceSource", "read_trace"]
-
 
 class TraceSource(Workload, Protocol):
     """A workload that knows the ids of its segments without computing tokens."""

@@ -9,8 +9,6 @@ from typing import Final
 
 from tokenlake.errors import TokenLakeError
 
-__all__ = ["MALFORMED_SHARE", "TraceError", "explain", "passed_over", "refuse_beyond_share", "text_lines"]
-
 MALFORMED_SHARE: Final = 0.01
 """Largest share of malformed lines in a trace file; a file with more is refused."""
 NAMED: Final = 5

@@ -18,8 +18,6 @@ from typing import Generic, Protocol, TypeVar
 from tokenlake.errors import ConfigurationError
 from tokenlake_testing.clock import Clock
 
-__all__ = ["ClockedTurns", "DueTurns", "Turn", "Turns"]
-
 
 class Turn(Protocol):
     """The part of a request that decides when it arrives: at its recorded time, or some time after the answer to

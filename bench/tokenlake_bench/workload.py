@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.mixing import GOLDEN, WORD, key_of, mix64
 
-__all__ = ["BuiltinSettings", "Request", "Workload", "builtin_workload", "stream_tokens"]
-
 Tokens = NDArray[np.uint32]
 
 _SYSTEM_STREAM: Final = 1

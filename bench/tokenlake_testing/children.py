@@ -20,8 +20,6 @@ from typing import Any, Final
 
 from tokenlake_testing import exec_bound
 
-__all__ = ["bound", "end_with_parent", "start_child"]
-
 _EXEC_BOUND: Final = Path(exec_bound.__file__)
 _starter: Final = ThreadPoolExecutor(1, thread_name_prefix="start-child")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """A simulated clock: a queue of callbacks by time, in seconds from 0. Callbacks due at the same time run in the

@@ -25,8 +25,6 @@ from tokenlake_testing.fork_server import Process, start_module
 from tokenlake_testing.network import Network, in_namespace
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["SERVER", "Cluster", "Node", "node_names", "parse_metrics"]
-
 SERVER = "tokenlake_server"
 START_S = 60.0
 """Seconds within which a daemon must serve after its start; many, because on a loaded machine an interpreter takes

@@ -8,8 +8,6 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopier, SegmentCopy
 from tokenlake_testing.cpu_device import CpuDevice
 
-__all__ = ["CpuCopier"]
-
 
 class CpuCopier(SegmentCopier):
     """Copies as if the layers of each cache lay in the memory of `device`. The model's own operations are no operations

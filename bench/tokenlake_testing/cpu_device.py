@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 from tokenlake_client.engines.devices.base import DeviceFailed, DeviceMemory
 from tokenlake_testing.pinned_memory import PinnedMemory
 
-__all__ = ["CpuDevice", "CpuStream", "DeviceTensor"]
-
 _VIEWS = frozenset(
     (
         *("as_strided", "chunk", "expand", "flatten", "narrow", "permute", "reshape", "select", "split", "squeeze"),

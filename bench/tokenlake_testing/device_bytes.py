@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from tokenlake_client.engines.devices.base import Stream
 
-__all__ = ["bytes_of", "filled", "random_bytes"]
-
 
 def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
     """Random bytes."""

@@ -21,8 +21,6 @@ from typing import Any, Protocol
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake_testing.clock import Clock
 
-__all__ = ["Engines", "Membership", "Memory", "Network", "NodeDriver", "Observer", "Pull"]
-
 Observer = Callable[[events.Event, list[instructions.Instruction]], None]
 """Function that is called with each event of a node and the instructions that the rules returned for it, before these
 are carried out."""

@@ -20,8 +20,6 @@ from typing import IO, Any, Protocol
 from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 
-__all__ = ["ENVIRONMENT", "STOP_S", "Child", "Engine", "Timed", "main"]
-
 MARK = "answer: "
 STOP_S = 20.0
 ENVIRONMENT = {

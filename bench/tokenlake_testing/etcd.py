@@ -17,8 +17,6 @@ from tokenlake.errors import Unreachable
 from tokenlake_testing.children import start_child
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["EtcdServers", "TlsFiles", "etcd_version"]
-
 START_S = 30.0
 
 

@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 
-__all__ = ["bind_to"]
-
 PR_SET_PDEATHSIG = 1
 PARENT_GONE = 1
 

@@ -11,19 +11,6 @@ from typing import Any, Final
 
 from tokenlake_testing.tiny_model import TinyModel, save_network, save_tiny_model
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "save_adapter",
-    "save_eagle",
-    "save_hybrid",
-    "save_latent",
-    "save_mistral",
-    "save_pictures",
-    "save_quantised",
-    "save_sliding_window",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -35,8 +35,6 @@ from typing import Any, Final, Protocol
 from tokenlake_testing.children import start_child
 from tokenlake_testing.exec_bound import bind_to
 
-__all__ = ["ForkServer", "ForkedProcess", "Process", "executed", "fork", "main", "start_module", "use"]
-
 _REQUEST_BYTES: Final = 128 << 10
 """Limit of a request, most of which is the environment."""
 _MOST_DESCRIPTORS: Final = 16

@@ -25,8 +25,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-__all__ = ["Network", "missing"]
-
 Result = TypeVar("Result")
 
 NAMESPACES: Final = Path("/run/netns")

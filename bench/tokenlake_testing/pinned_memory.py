@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Mapped", "PinnedMemory", "mapped_at"]
-
 MREMAP_MAYMOVE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)

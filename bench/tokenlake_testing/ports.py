@@ -7,8 +7,6 @@ import socket
 from collections import deque
 from typing import Final
 
-__all__ = ["free_port", "reserve_port"]
-
 RESERVED: Final = 256
 """Number of ports that this process keeps reserved: more than the servers of any test or benchmark at one time."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TinyModel", "save_network", "save_tiny_model", "save_tokenizer"]
-
 WEIGHT_SCALE = 4.0
 """Factor by which the random weights are multiplied. transformers initialises them for training, which gives almost
 uniform logits; with larger weights the greedy token depends on the context, so that a wrong cache changes the

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-__all__ = ["TransformersEngine"]
-
 
 class TransformersEngine:
     """An engine of transformers in this process. Its public methods are the commands that the process serves."""

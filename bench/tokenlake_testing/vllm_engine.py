@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-__all__ = ["VllmEngine", "image_of", "transfer_of"]
-
 
 class VllmEngine:
     """An engine of vLLM in this process. Its public methods are the commands that the process serves."""

@@ -13,8 +13,6 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys
 
-__all__ = ["check_keys", "index", "packed", "poll_ms", "seconds"]
-
 LONGEST_POLL_S = 86400.0
 """The system call poll takes at most 24.8 days. Callers wait in a loop until their deadline."""
 

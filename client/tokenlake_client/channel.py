@@ -21,8 +21,6 @@ from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.refusals import error_of
 from tokenlake_client.shared_socket import Awaited, SharedSocket
 
-__all__ = ["Channel", "Pending"]
-
 MAX_FRAME = 16 << 20
 """Limit of the bytes of a reply from the daemon. The daemon's limit for requests is in its `Welcome`."""
 UNSENT_BYTES = 4 << 20

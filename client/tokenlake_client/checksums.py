@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake_client.parallel_copy import ParallelCopy
 
-__all__ = ["copy_with_checksums", "shard_checksums"]
-
 CACHED_BYTES = 1 << 20
 """Limit of the bytes that are copied before they are hashed: so few bytes are still in the processor's cache."""
 

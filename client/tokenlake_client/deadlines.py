@@ -6,15 +6,13 @@ import msgspec
 
 from tokenlake_client.arguments import seconds
 
-__all__ = ["DEFAULT_DEADLINES", "Deadlines"]
-
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """The deadlines of a pool, in seconds: an argument of `Pool.connect`. A call that is given a `deadline_s` uses that
     one instead.
 
     A call that misses its deadline raises `DeadlinePassed`. Further calls then raise it at once until the daemon sends
-    something (`tokenlake.liveness`), so that a frozen daemon costs an engine one deadline and not one per call. Longer
+    something (`tokenlake.wire.liveness`), so that a frozen daemon costs an engine one deadline and not one per call. Longer
     deadlines are needed where the daemon shares its processors with other programs, and may be off the processor for
     longer than the defaults. Raises `ValueError` for a value that is no number of seconds.
     """

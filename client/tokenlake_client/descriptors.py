@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 from tokenlake.errors import ProtocolRefused
 
-__all__ = ["MAX_DESCRIPTORS", "SPACE", "ReceivedDescriptors"]
-
 MAX_DESCRIPTORS = 8
 """Limit of the descriptors that were received on one connection and not taken yet."""
 SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)

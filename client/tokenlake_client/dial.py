@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 
 from tokenlake.errors import Unreachable
-from tokenlake.local_socket import (
+from tokenlake.wire.local_socket import (
     DEFAULT_NODE,
     check_listener,
     check_place,
@@ -22,8 +22,6 @@ from tokenlake.local_socket import (
     trusted_users,
 )
 
-__all__ = ["dial"]
-
 _CREDENTIALS = struct.Struct("3i")
 """The credentials of a process at a Unix socket: its pid, uid and gid."""
 
@@ -31,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 def dial(
     path: Path | None, daemon_uid: int | None, timeout_s: float, *, by_path: bool = False
 ) -> tuple[socket.socket, Path]:
-    """A socket that is connected to a trusted process (`tokenlake.local_socket`), and its path. Nothing has been sent.
+    """A socket that is connected to a trusted process (`tokenlake.wire.local_socket`), and its path. Nothing has been sent.
     `path`, `daemon_uid`: as of `tokenlake_client.link.Connector`. `by_path`: the caller will connect to the path again,
     so that no other user may be able to change it.
 

@@ -28,8 +28,6 @@ from tokenlake.wire import engine
 from tokenlake_client.channel import Pending
 from tokenlake_client.link import Link
 
-__all__ = ["Grants", "LeaseHold", "closed_with_arrays"]
-
 log = logging.getLogger(__name__)
 
 END = (1 << 32) - 1

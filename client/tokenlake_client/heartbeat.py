@@ -22,8 +22,6 @@ from tokenlake_client.channel import Channel
 from tokenlake_client.grants import Grants
 from tokenlake_client.link import Connector, Link
 
-__all__ = ["HeartbeatThread", "PendingHeartbeat", "Wake"]
-
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2

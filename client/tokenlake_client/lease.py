@@ -40,8 +40,6 @@ from tokenlake_client.link import Link
 from tokenlake_client.pool_state import PoolState
 from tokenlake_client.regions import Mapping, Window
 
-__all__ = ["Lease", "PendingNodes"]
-
 COPY_BYTES = 4 << 20
 """Bytes of each piece of a copy that two threads share."""
 MOST_TOKENS = (1 << 32) - 1

@@ -31,8 +31,6 @@ from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_client.process_lock import ProcessLock
 from tokenlake_client.regions import Mapping, Regions
 
-__all__ = ["Connector", "Link", "decline"]
-
 R = TypeVar("R")
 
 MAX_SECRET_BYTES = 64

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from tokenlake.errors import Unreachable
 from tokenlake_client.process_lock import ProcessLock
 
-__all__ = ["MappedMemory", "mapped_memory_of"]
-
 log = logging.getLogger(__name__)
 
 MADV_POPULATE_READ = 22

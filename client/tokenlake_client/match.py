@@ -18,8 +18,6 @@ from tokenlake_client.arguments import check_keys, index, seconds
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool_state import PoolState
 
-__all__ = ["DEFAULT_MATCH", "MatchOptions", "PendingMatch"]
-
 log = logging.getLogger(__name__)
 
 LEAST_S = 0.001

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["MIN_PARALLEL_BYTES", "ParallelCopy"]
-
 T = TypeVar("T")
 
 MIN_PARALLEL_BYTES = 4 << 20

@@ -18,8 +18,6 @@ from tokenlake.planner import PrefillFit, PrefixTree, QueryPlan, TransferPlan, W
 from tokenlake_client.pool import Pool
 from tokenlake_client.queries import View
 
-__all__ = ["new_cache", "open_views"]
-
 
 def open_views(
     pool: Pool,

@@ -20,11 +20,11 @@ from tokenlake.hints import Hints
 from tokenlake.identity import Fingerprint, LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, Salt, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
-from tokenlake.match_deadline import match_deadline_s
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
 from tokenlake.wire.engine import MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
+from tokenlake.wire.match_deadline import match_deadline_s
 from tokenlake_client.arguments import index, packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
@@ -37,8 +37,6 @@ from tokenlake_client.pool_state import PoolState
 from tokenlake_client.queries import Queries, QueryBuffer, Ticket, View
 from tokenlake_client.transfer import LayerCache, Transfer
 from tokenlake_client.write import Reservation, Source, Write, check_source
-
-__all__ = ["Pool"]
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +103,7 @@ class Pool:
         `credential`: a token of the tenant; without one the daemon uses the tenant of the process's uid. `session`:
         join the session that another process of the same engine opened. `verify`: check each segment's checksum when it
         is read. `daemon_uid`: the user that the daemon runs as, where that is neither root nor this process's; a
-        process of any other user is sent nothing (`tokenlake.local_socket`).
+        process of any other user is sent nothing (`tokenlake.wire.local_socket`).
 
         Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
         `LimitReached`.

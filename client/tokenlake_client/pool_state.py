@@ -9,8 +9,6 @@ from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.grants import Grants
 from tokenlake_client.parallel_copy import ParallelCopy
 
-__all__ = ["PoolState"]
-
 
 class PoolState:
     """The state of a pool that keeps its session alive. The pool, its leases, its writes and the arrays of its leases

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 
-__all__ = ["ProcessLock"]
-
 
 class ProcessLock:
     """Holds a POSIX record lock on a file of the daemon. Forked children do not inherit such a lock.

@@ -39,8 +39,6 @@ from tokenlake_client.query_link import Expected, QueryLink
 from tokenlake_client.query_memory import QueryMemory
 from tokenlake_client.refusals import error_of
 
-__all__ = ["Answer", "Queries", "QueryBuffer", "Ticket", "View"]
-
 log = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 10

@@ -16,8 +16,6 @@ from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_re
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.shared_socket import Awaited, SharedSocket
 
-__all__ = ["Expected", "QueryLink"]
-
 log = logging.getLogger(__name__)
 
 MAX_FRAME = 1 << 20

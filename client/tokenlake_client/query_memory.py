@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from tokenlake_client.mapped_memory import MappedMemory
 
-__all__ = ["QueryMemory"]
-
 
 class QueryMemory:
     """A memfd that is sealed against resizing and mapped into this process; it is unmapped when the last array over it

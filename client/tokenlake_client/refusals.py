@@ -5,8 +5,6 @@ from __future__ import annotations
 from tokenlake import errors
 from tokenlake.errors import ProtocolRefused, Refused, Unreachable
 
-__all__ = ["error_of"]
-
 
 def error_of(kind: str, reason: str, unknown: type[Refused | Unreachable] = ProtocolRefused) -> Refused | Unreachable:
     """The error of the class `kind` with the message `reason`. `unknown`: the class of an error whose own class this

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.store.region import GENERATION_BYTES, RegionShape
+from tokenlake.memory.region import GENERATION_BYTES, RegionShape
 from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_client.process_lock import ProcessLock
-
-__all__ = ["Mapping", "Regions", "Window"]
 
 IDLE_S = 60.0
 """Seconds: a mapping of a region that was not used for this long is dropped when another mapping is made. Mapping the

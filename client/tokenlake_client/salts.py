@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tokenlake.keys import Salt
 
-__all__ = ["joined_salt"]
-
 
 def joined_salt(ours: str | None, theirs: str | None) -> Salt:
     """The salt made of the engine's (`ours`) and the request's (`theirs`). Different pairs give different salts, and a

@@ -6,7 +6,7 @@ that a call costs two system calls and no wake-up of another thread.
 Sends never block: bytes that the socket does not take are kept, up to a limit, and sent by later calls and by the
 callers that wait.
 
-A call that misses its deadline makes the other side overdue (`tokenlake.liveness`): further calls fail at once until it
+A call that misses its deadline makes the other side overdue (`tokenlake.wire.liveness`): further calls fail at once until it
 sends something.
 """
 
@@ -26,12 +26,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
-from tokenlake.liveness import Liveness
 from tokenlake.wire.frames import FrameDecoder, decode
+from tokenlake.wire.liveness import Liveness
 from tokenlake_client.arguments import poll_ms
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
-
-__all__ = ["Awaited", "SharedSocket"]
 
 READ_BYTES = 64 << 10
 """Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which

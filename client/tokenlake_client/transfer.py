@@ -14,8 +14,6 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.write import Write
 
-__all__ = ["LayerCache", "Transfer"]
-
 log = logging.getLogger(__name__)
 
 LayerCache = tuple[NDArray[Any], NDArray[Any]]

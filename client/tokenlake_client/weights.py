@@ -22,15 +22,6 @@ from pathlib import Path
 
 from tokenlake.errors import LayoutRefused
 
-__all__ = [
-    "digest_of_changes",
-    "digest_of_directory",
-    "digest_of_tensors",
-    "digest_of_version",
-    "state_of_directory",
-    "weight_files",
-]
-
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1

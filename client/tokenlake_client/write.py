@@ -16,8 +16,6 @@ from tokenlake_client.checksums import copy_with_checksums, shard_checksums
 from tokenlake_client.link import Link
 from tokenlake_client.pool_state import PoolState
 
-__all__ = ["Reservation", "Source", "Write", "check_source"]
-
 Source = Callable[[int, NDArray[np.uint8]], None] | Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
 """The segments to store: a function that is called with (index into the keys, slot) to fill a slot; or one array per
 key, of bytes (uint8), of shape [segment_bytes] and contiguous."""

@@ -33,8 +33,6 @@ from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.segments import Segments
 
-__all__ = ["Attention", "ComputeThread", "Task"]
-
 log = logging.getLogger(__name__)
 
 MAX_HEADS = 1024

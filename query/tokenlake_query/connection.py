@@ -26,8 +26,6 @@ from tokenlake.wire.query import MAX_FRAME, Refused
 from tokenlake.wire.records import LENGTH_BYTES, RecordReader, RecordWriter
 from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
-__all__ = ["Connection", "FrameReader"]
-
 log = logging.getLogger(__name__)
 
 READ_BYTES = 64 << 10

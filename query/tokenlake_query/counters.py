@@ -6,8 +6,6 @@ import threading
 
 from tokenlake.wire.supervision import Report
 
-__all__ = ["Counters"]
-
 
 class Counters:
     """The counters and gauges of the query engine, named after the fields of the message `Report`. Thread-safe."""

@@ -27,8 +27,6 @@ from tokenlake.wire.supervision import (
 )
 from tokenlake_query.connection import FrameReader
 
-__all__ = ["DaemonChannel", "die_with_parent"]
-
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1

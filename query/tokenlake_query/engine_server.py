@@ -27,8 +27,6 @@ from tokenlake_query.tenant_limits import TenantLimits
 from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.views import View, ViewOpener
 
-__all__ = ["EngineServer"]
-
 MAX_VIEWS = 1 << 14
 MAX_BUFFERS = 256
 MAX_UNSENT_BYTES = 16 << 20

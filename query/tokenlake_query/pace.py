@@ -15,8 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Pace", "TenantPace"]
-
 SHARE = 0.5
 """Share of one processor that reading may take while several tenants send requests. They divide it equally."""
 ALONE_S = 10.0

@@ -19,16 +19,14 @@ import numpy as np
 
 from tokenlake.attention import LSE_BYTES, AttentionShape, Partial, as_float32, stored_dtype
 from tokenlake.errors import DeadlinePassed, ProtocolRefused, Unreachable
-from tokenlake.liveness import Liveness
 from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
+from tokenlake.wire.liveness import Liveness
 from tokenlake_client.refusals import error_of
 from tokenlake_query.connection import Connection
 from tokenlake_query.counters import Counters
-
-__all__ = ["PeerClient", "PeerClients", "ResultHandler"]
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,6 @@ from tokenlake_query.segments import Pools, Segments, open_local
 from tokenlake_query.tenant_limits import TenantLimits
 from tokenlake_query.tenant_threads import TenantThreads
 
-__all__ = ["PeerServer"]
-
 log = logging.getLogger(__name__)
 
 MAX_VIEWS = 1 << 16

@@ -27,8 +27,6 @@ from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.timer_thread import TimerThread
 from tokenlake_query.views import ViewOpener
 
-__all__ = ["QueryEngineProcess"]
-
 log = logging.getLogger(__name__)
 
 OPENING_THREADS = 8
@@ -38,7 +36,7 @@ FETCHING_THREADS = 8
 """Number of threads that fetch the segments of views whose node's query engine stopped answering."""
 MAX_CONNECTIONS = 2048
 """Number of connections from engines and other query engines from which on further ones of query engines are refused.
-The daemon bounds the connections of engines (`tokenlake_server.query_engine`)."""
+The daemon bounds the connections of engines (`tokenlake_server.engines.query_engine`)."""
 REPORT_S = 1.0
 STUCK_S = 60.0
 """Seconds for which a slice of the computation may last. It should take milliseconds; the first one of a kernel for a

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["MAX_PENDING_BYTES", "MAX_SPARE_BYTES", "QueryBuffers"]
-
 MAX_PENDING_BYTES = 128 << 20
 """Limit of the bytes of one connection's queries that wait to be computed, with the bytes that are counted for their
 objects; further queries are left in the socket. A single request may be larger."""

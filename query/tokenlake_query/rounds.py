@@ -32,8 +32,6 @@ from tokenlake_query.tenant_threads import TenantThreads
 from tokenlake_query.timer_thread import TimerThread
 from tokenlake_query.views import Share, View
 
-__all__ = ["Part", "Round", "Step", "Threads"]
-
 PEER_SHARE = 0.5
 """Fraction of a query's deadline within which peers must answer. If a peer has not, the segments that it should have
 attended to are fetched, and this process attends to them."""

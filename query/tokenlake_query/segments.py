@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
-from tokenlake.match_deadline import match_deadline_s
 from tokenlake.wire import Code
+from tokenlake.wire.match_deadline import match_deadline_s
 from tokenlake_client import Pool
-
-__all__ = ["Pools", "Segments", "fetch_segments", "open_local"]
 
 MAX_POOLS = 16
 """Maximum number of a tenant's pools, one per layout, whose connection is kept for later views."""

@@ -7,8 +7,6 @@ import threading
 
 from tokenlake.errors import LimitReached
 
-__all__ = ["TOTALS", "TenantLimits"]
-
 TOTALS = {
     "buffers": 1 << 14,
     "buffer_bytes": 64 << 30,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from tokenlake.errors import LimitReached
 from tokenlake_query.pace import Pace, TenantPace
 
-__all__ = ["TenantThreads"]
-
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 16 << 20

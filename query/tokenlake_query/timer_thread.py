@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from tokenlake.timers import Timer, Timers
 
-__all__ = ["TimerThread"]
-
 log = logging.getLogger(__name__)
 
 

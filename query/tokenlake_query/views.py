@@ -25,8 +25,6 @@ from tokenlake_query.compute_thread import Attention
 from tokenlake_query.peer_client import PeerClient, PeerClients
 from tokenlake_query.segments import Pools, Segments, fetch_segments, open_local
 
-__all__ = ["Placement", "Share", "View", "ViewOpener"]
-
 log = logging.getLogger(__name__)
 
 OPEN_S = 1.0

@@ -14,8 +14,6 @@ from click.shell_completion import get_completion_class
 
 from tokenlake.command import COMPLETE_VARIABLE, GROUP, SUMMARIES
 
-__all__ = ["completion"]
-
 PROGRAM = "tokenlake"
 SHELLS = ("bash", "zsh", "fish")
 

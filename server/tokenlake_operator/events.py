@@ -15,8 +15,6 @@ from tokenlake_operator.words import amount
 from tokenlake_proto.v1 import events_pb2 as pb
 from tokenlake_server.tables import printable
 
-__all__ = ["events"]
-
 
 @click.command()
 @click.option("--snapshot", is_flag=True, help="Print the segments that the node has now, and end.")

@@ -17,8 +17,6 @@ from tokenlake_operator.reaching import Target, one_line, operates
 from tokenlake_proto.v1 import admin_pb2
 from tokenlake_server.tables import printable
 
-__all__ = ["evict"]
-
 ONLY_TENANT = "default"
 """Name of the tenant of a daemon without the setting `tenants`."""
 

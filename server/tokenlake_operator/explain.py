@@ -18,21 +18,19 @@ import msgspec
 
 from tokenlake import errors
 from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, Unreachable
-from tokenlake.local_socket import first_reachable
 from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
+from tokenlake.wire.local_socket import first_reachable
 from tokenlake_client.dial import dial
 from tokenlake_operator.prompt_text import Prompt
 from tokenlake_operator.reaching import ENGINES_SUFFIX, SUFFIX, Target, operates
-from tokenlake_server.blocking_sockets import read_frame
+from tokenlake_server.bulk.blocking_sockets import read_frame
 from tokenlake_server.tables import print_rows, printable
 
 if TYPE_CHECKING:
     from tokenlake_proto.v1 import admin_pb2
-
-__all__ = ["Explanation", "ask", "explain"]
 
 ANSWER_S = 2.0
 """Seconds that each operation on the socket may take. A daemon waits at most 0.1 s for the answers of other nodes, so

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tokenlake_server.membership.etcd_client import Etcd
     from tokenlake_server.membership.stored import Stored
 
-__all__ = ["drain", "members", "remove"]
-
 REACH_S = 5.0
 """Seconds within which etcd must answer a command."""
 POLL_S = 0.3

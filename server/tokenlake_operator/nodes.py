@@ -19,8 +19,6 @@ from tokenlake_client.control import Control
 from tokenlake_operator.reaching import Reached, Target, one_line
 from tokenlake_proto.v1 import admin_pb2 as pb
 
-__all__ = ["Node", "reach_all"]
-
 AT_ONCE = 16
 
 

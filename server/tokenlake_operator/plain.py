@@ -8,8 +8,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-__all__ = ["plain"]
-
 
 def plain(message: Message) -> dict[str, Any]:
     """The fields of a message. Fields of a choice (oneof) that was not made are left out."""

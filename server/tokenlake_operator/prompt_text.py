@@ -8,8 +8,6 @@ import click
 
 from tokenlake.wire.funnel import Funnel
 
-__all__ = ["Prompt"]
-
 SHOWN = 60
 """Maximum number of characters of a text that are shown."""
 

@@ -6,7 +6,7 @@
     --node NAME       the control socket of that daemon on this machine
     --node HOST:PORT  mutual TLS with the daemon there (its setting `control`); NAME=HOST:PORT also demands its name
 
-Sockets lie where engines look for theirs (`tokenlake.local_socket`), with `.control` in place of `.sock`, or where the
+Sockets lie where engines look for theirs (`tokenlake.wire.local_socket`), with `.control` in place of `.sock`, or where the
 setting `control_socket` of `--config` or of the environment says.
 """
 
@@ -43,17 +43,15 @@ from tokenlake.errors import (
     TokenLakeError,
     Unreachable,
 )
-from tokenlake.local_socket import PREFIX, sockets_to_try
-from tokenlake_server.certificates import certificate_of
-from tokenlake_server.config_file import read_foreign_file
-from tokenlake_server.identity import node_of
-from tokenlake_server.local_socket import listens
+from tokenlake.wire.local_socket import PREFIX, sockets_to_try
+from tokenlake_server.engines.local_socket import listens
+from tokenlake_server.peers.certificates import certificate_of
+from tokenlake_server.peers.identity import node_of
+from tokenlake_server.start.config_file import read_foreign_file
 
 if TYPE_CHECKING:
     # grpcio is an extra, which a list of members does not need.
     from tokenlake_client.control import Control
-
-__all__ = ["Files", "Reached", "Target", "one_line", "operates", "settings_file"]
 
 SUFFIX = ".control"
 ENGINES_SUFFIX = ".sock"

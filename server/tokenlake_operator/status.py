@@ -17,8 +17,6 @@ from tokenlake_operator.words import amount, share, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.tables import print_rows
 
-__all__ = ["ASKED", "SAVED", "TOKENS", "memory_used", "status"]
-
 ASKED = "tokenlake_asked_tokens_total"
 TOKENS = {
     "supplied": "tokenlake_supplied_tokens_total",

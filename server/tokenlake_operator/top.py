@@ -21,8 +21,6 @@ from tokenlake_operator.words import amount, per_second, share, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.tables import made_table, print_rows
 
-__all__ = ["top"]
-
 SHOWN = 8
 """Maximum number of prefixes, and of calls, on one screen."""
 KEY_DIGITS = 16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["amount", "per_second", "share", "span"]
-
 
 def amount(nbytes: float) -> str:
     """Bytes in the largest binary unit of which there is at least one: `3.2 GiB`."""

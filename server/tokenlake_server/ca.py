@@ -20,11 +20,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import settings_of
-from tokenlake_server.certificates import shown
-from tokenlake_server.identity import ROLES, cluster_uri, node_uri, role_uri
-from tokenlake_server.private_file import open_private
-
-__all__ = ["ca", "init_ca", "issue"]
+from tokenlake_server.peers.certificates import shown
+from tokenlake_server.peers.identity import ROLES, cluster_uri, node_uri, role_uri
+from tokenlake_server.start.private_file import open_private
 
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca-key.pem"
 EARLY = datetime.timedelta(minutes=5)

@@ -19,12 +19,10 @@ from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.log_lines import set_up_log
-from tokenlake_server.config_file import read_config_file
-from tokenlake_server.daemon import Daemon
-from tokenlake_server.running import run
-from tokenlake_server.watchdog import new_event_loop
-
-__all__ = ["load", "run_daemon", "serve", "with_settings"]
+from tokenlake_server.loop.watchdog import new_event_loop
+from tokenlake_server.start.config_file import read_config_file
+from tokenlake_server.start.daemon import Daemon
+from tokenlake_server.start.running import run
 
 log = logging.getLogger(__name__)
 

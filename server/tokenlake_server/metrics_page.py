@@ -33,17 +33,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from tokenlake.config import Address
 from tokenlake.core import NodeCore
 from tokenlake.identity import TenantId
+from tokenlake.memory import Kind
 from tokenlake.metrics import BOUNDS_S, Level, Metric
-from tokenlake.store import Kind
 from tokenlake.wire import supervision
-from tokenlake_server.contents import StreamState
 from tokenlake_server.disk.device import DeviceState
+from tokenlake_server.engines.contents import StreamState
+from tokenlake_server.engines.query_engine import QueryEngine
 from tokenlake_server.membership import MembershipState
-from tokenlake_server.peer_states import PEER_STATES, PeerState
-from tokenlake_server.query_engine import QueryEngine
-from tokenlake_server.start_errors import address_error
-
-__all__ = ["MetricsServer", "Snapshot"]
+from tokenlake_server.peers.states import PEER_STATES, PeerState
+from tokenlake_server.start.start_errors import address_error
 
 log = logging.getLogger(__name__)
 

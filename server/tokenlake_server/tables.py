@@ -13,8 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["FittedTable", "made_table", "print_rows", "printable"]
-
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
     """Print a table with every value whole. On a terminal a cell is folded between words. Where the output is a pipe or

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenlake.core import fetch
-from tokenlake.core.ownership.handover import HANDED_OVER
+from tokenlake.core.cluster import fetch
+from tokenlake.core.cluster.handover import HANDED_OVER
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome

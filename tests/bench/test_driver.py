@@ -8,7 +8,7 @@ import pytest
 
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
-from tokenlake.ring_record import RingRecord
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull

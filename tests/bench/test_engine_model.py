@@ -11,7 +11,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.opaque_layout import understood
 from tokenlake_bench.engine_model import GPUS, MODELS, Chunk, EngineModel, Gpu, Model, gpu_named, model_named
 from tokenlake_bench.engine_model.models import FeedForward, GroupedAttention
-from tokenlake_server.models import MODELS as CACHES
+from tokenlake_server.start.models import MODELS as CACHES
 
 LLAMA_2_70B = dataclasses.replace(MODELS["llama-3-70b"], vocabulary=32_000)
 LLAMA_3_70B_FP8 = dataclasses.replace(MODELS["llama-3-70b"], weight_bytes=1)

@@ -11,7 +11,7 @@ from tests.rules import test_eviction as contract
 from tests.rules import test_retention as retention
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tests.rules.test_store_machine import SEARCH, StoreMachine
-from tokenlake.store.eviction import EvictionPolicy
+from tokenlake.memory.eviction import EvictionPolicy
 from tokenlake_bench.eviction.s3fifo import MOST_PASSED, S3Fifo
 
 Make = Callable[[], EvictionPolicy]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints, Outlook
-from tokenlake.store.eviction import LeastRecentlyUsed
+from tokenlake.memory.eviction import LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.eviction.bounds import bounds_of

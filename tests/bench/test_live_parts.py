@@ -15,7 +15,7 @@ from tokenlake.config import load_config
 from tokenlake.config.kinds import LEAST_DISK_BYTES
 from tokenlake.disk import slab_bytes
 from tokenlake.errors import ConfigurationError
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake_bench.cache_hit import DEADLINES, CacheHitArguments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.progress import LiveProgress

@@ -7,10 +7,10 @@ import random
 import msgspec
 import pytest
 
+from tokenlake.core.cluster.serve import SENT, SENT_BYTES, SENT_TO_READERS
+from tokenlake.core.engines.write import STORED
 from tokenlake.core.report.account import ASKED, SUPPLIED, Source
 from tokenlake.core.report.misses import MISSED
-from tokenlake.core.serve import SENT, SENT_BYTES, SENT_TO_READERS
-from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code

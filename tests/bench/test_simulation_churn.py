@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.test_simulation import TOKENS, conversations, options
 from tokenlake.core import NodeCore, events
-from tokenlake.core.ownership.handover import HANDED_OVER
+from tokenlake.core.cluster.handover import HANDED_OVER
 from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome

@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, read, store, wait_until
-from tokenlake import local_socket
 from tokenlake.errors import ListenerUntrusted, ProtocolRefused, Unreachable
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import PROTOCOL_VERSION, engine, pack_frame
+from tokenlake.wire import PROTOCOL_VERSION, engine, local_socket, pack_frame
 from tokenlake.wire.version import OLDEST_VERSION
 from tokenlake_client import Pool
 from tokenlake_client.link import Connector
 from tokenlake_operator.explain import ask
-from tokenlake_server.blocking_sockets import read_frame
+from tokenlake_server.bulk.blocking_sockets import read_frame
 from tokenlake_testing.cluster import Cluster
 
 OTHER_USER = 65534

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tokenlake.errors import Unreachable
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake_client.regions import IDLE_S, Mapping, Regions, Window
 
 

@@ -16,29 +16,10 @@ from tokenlake.core import events, instructions
 from tokenlake.core.report.account import SUPPLIED, Source
 from tokenlake.core.report.misses import MISSED
 from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.memory import Kind, Segment
 from tokenlake.metrics import Counters
-from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine
 from tokenlake.wire.slots import join_keys
-
-__all__ = [
-    "answer",
-    "ask",
-    "calm",
-    "copies",
-    "fetch",
-    "kinds",
-    "match",
-    "match_independent",
-    "missed",
-    "most_at_once",
-    "offer",
-    "placed",
-    "prepare",
-    "said",
-    "store",
-    "tell",
-]
 
 T = TypeVar("T")
 ALL_SHARDS = (1 << SHARDS) - 1

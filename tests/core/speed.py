@@ -18,9 +18,9 @@ from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, SendToPeer
-from tokenlake.ring_record import RingRecord
-from tokenlake.store import Segment
-from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.directory.ring_record import RingRecord
+from tokenlake.memory import Segment
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 

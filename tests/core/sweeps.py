@@ -12,10 +12,10 @@ from collections.abc import Callable
 from tests.sim.prompts import prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.identity import NodeId, SegmentKey, TenantId
-from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
-from tokenlake.store import Kind, Segment
+from tokenlake.memory import Kind, Segment
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys
 

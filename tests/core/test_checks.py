@@ -16,10 +16,10 @@ from tests.sim.malformed import NEVER_MALFORMED, NOT_FOR_THE_RULES, PEER_MESSAGE
 from tests.sim.prompts import prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
+from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import Answer, CheckSlot, Instruction, Note, SendToPeer, Stamp, StartFetch
 from tokenlake.core.node import HandlerFailed
-from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.errors import ProtocolRefused
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import TenantId

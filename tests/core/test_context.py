@@ -12,8 +12,8 @@ from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
 from tokenlake.core.context import Context
+from tokenlake.core.engines.write import WRITTEN_BYTES
 from tokenlake.core.report.account import READ_BYTES
-from tokenlake.core.write import WRITTEN_BYTES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.fields import MAX_AMOUNT

@@ -13,15 +13,15 @@ from tests.sim.disk import Disk
 from tests.sim.engine import Engine, Reading
 from tests.sim.prompts import prompt
 from tokenlake.core import events
+from tokenlake.core.cluster.fetch import DAMAGED, READ
 from tokenlake.core.disk import KEPT, NOT_ERASED, WRITTEN
-from tokenlake.core.fetch import DAMAGED, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
 from tokenlake.core.report.account import Source
 from tokenlake.disk.reads import READS
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory.removals import DISK_DAMAGED_RULE, DISK_RULE, OPERATOR_RULE
 from tokenlake.metrics import Metric
-from tokenlake.store.removals import DISK_DAMAGED_RULE, DISK_RULE, OPERATOR_RULE
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import Funnel
 from tokenlake.wire.slots import join_keys, split_keys, unpack_slots

@@ -7,7 +7,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.instructions import EvictionDone
-from tokenlake.store.removals import OPERATOR_RULE
+from tokenlake.memory.removals import OPERATOR_RULE
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import join_keys
 

@@ -19,7 +19,7 @@ from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.hints import Hints
-from tokenlake.store import State
+from tokenlake.memory import State
 from tokenlake.wire.engine import Explain
 from tokenlake.wire.slots import join_keys
 

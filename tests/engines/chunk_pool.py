@@ -17,8 +17,6 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake.wire import Code
 from tokenlake_client.match import MatchOptions
 
-__all__ = ["LAYOUT", "ChunkPools", "Clock", "layout_of"]
-
 Segment = NDArray[np.uint8]
 TIMEOUT_S = 10.0
 

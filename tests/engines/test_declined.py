@@ -16,7 +16,7 @@ from tokenlake.wire import engine
 from tokenlake_client.engines.common import connection as module
 from tokenlake_client.engines.common.declined import declined
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
-from tokenlake_server.blocking_sockets import read_frame
+from tokenlake_server.bulk.blocking_sockets import read_frame
 
 
 def told(listener: socket.socket) -> Any:

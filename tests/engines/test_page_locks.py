@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outcomes, wait_until
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.engines.vllm.blocks import block_views, stack_layers

@@ -16,7 +16,7 @@ import pytest
 from tests.engines.models import family, padded, prompt
 from tests.engines.test_shipping import NEW, SEGMENT, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
-from tokenlake.core.waiting import IN_FLIGHT_MARKERS, IN_FLIGHT_WAITS
+from tokenlake.core.engines.waiting import IN_FLIGHT_MARKERS, IN_FLIGHT_WAITS
 from tokenlake.wire import Code
 from tokenlake_client import Lease, MatchOptions, Pool
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S

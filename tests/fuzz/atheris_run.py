@@ -40,7 +40,12 @@ def fuzz(target: str, arguments: list[str]) -> None:
     from hypothesis import strategies as st
 
     with atheris.instrument_imports(include=PACKAGES):
-        for name in ("tokenlake.core", "tokenlake.config", "tokenlake_server.handshake", "tokenlake_testing.event_log"):
+        for name in (
+            "tokenlake.core",
+            "tokenlake.config",
+            "tokenlake_server.peers.handshake",
+            "tokenlake_testing.event_log",
+        ):
             importlib.import_module(name)
     module, name, *index = target.split(":")
     test = vars(importlib.import_module(module))[name]

@@ -17,8 +17,6 @@ from tokenlake.hints import MAX_LABEL, MAX_TTL_S, Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 
-__all__ = ["KEYS", "NODES", "TENANTS", "broken", "damaged", "hostile"]
-
 NODES = ("n0", "n1", "n2", "nobody", "")
 TENANTS = ("red", "blue", "", "n0")
 KEYS = [bytes([number]) * KEY_BYTES for number in range(12)]

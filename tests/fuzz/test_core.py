@@ -16,8 +16,10 @@ from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
 from tests.profiles import examples
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
-from tokenlake.core import NodeCore, corruption, events
+from tokenlake.core import NodeCore, events
+from tokenlake.core.cluster import directory_node
 from tokenlake.core.context import CoreConfig
+from tokenlake.core.engines import corruption
 from tokenlake.core.instructions import (
     Answer,
     CheckSlot,
@@ -28,10 +30,9 @@ from tokenlake.core.instructions import (
     StartFetch,
     Welcomed,
 )
-from tokenlake.core.ownership import directory_node
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import AccessRecord
 from tokenlake.keys import KEY_BYTES
-from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
 
 SLOT_BYTES, SHARDS = 512, 2

@@ -23,7 +23,7 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, engine, peer
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import slot_array, split_keys, unpack_slots
-from tokenlake_server.handshake import Acceptor, Dialler, PeerIdentity
+from tokenlake_server.peers.handshake import Acceptor, Dialler, PeerIdentity
 
 MAX_FRAME = 1000
 PEAK_BYTES = 64 << 10
@@ -187,7 +187,7 @@ def test_a_proof_fits_what_was_said_and_nothing_else(hello: peer.PeerHello, data
         acceptor = Acceptor(identity("n0", secret), hello, bytes(32))
     except TokenLakeError:
         return
-    from tokenlake_server.handshake import dialler_proof
+    from tokenlake_server.peers.handshake import dialler_proof
 
     proof = dialler_proof(secret, hello, acceptor.challenge)
     said = peer.PeerProof(data.draw(st.one_of(st.just(proof), st.binary(min_size=32, max_size=32))))

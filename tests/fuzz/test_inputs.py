@@ -24,11 +24,11 @@ from tests.profiles import examples
 from tests.rules.settings import FIELDS, load, tenant
 from tokenlake.config import ServerConfig, load_config
 from tokenlake.core import CoreConfig, events
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import ConfigurationError, LayoutRefused, ProtocolRefused
 from tokenlake.layout import Layout
-from tokenlake.ring_record import RingRecord
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
-from tokenlake_server.blocking_sockets import read_frame
+from tokenlake_server.bulk.blocking_sockets import read_frame
 from tokenlake_testing.event_log import Recorder, replay
 
 PEAK_BYTES = 1 << 20

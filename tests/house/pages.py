@@ -13,15 +13,15 @@ from typing import NamedTuple
 from click.testing import CliRunner
 
 import tokenlake_server.control.server
-import tokenlake_server.daemon
 import tokenlake_server.kv_events  # noqa: F401
+import tokenlake_server.start.daemon
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
-from tokenlake_server.config_command import config
+from tokenlake_server.start.config_command import config
 
 ROOT = Path(__file__).parents[2]
 

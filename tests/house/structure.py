@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import tokenlake_server.watchdog  # noqa: F401  declares a metric
+import tokenlake_server.loop.watchdog  # noqa: F401  declares a metric
 from tests.core.scenes import answer, calm, match, placed, store, tell
 from tests.house.crossings import PRODUCT, RULES, Crossings, counted_children, counts_of_child
 from tests.query.scene import DEADLINE_S, LAYOUT, Text, draw_queries, engine_of, open_view, spread

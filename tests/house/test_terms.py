@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import tokenlake_server.watchdog  # noqa: F401  declares a metric
+import tokenlake_server.loop.watchdog  # noqa: F401  declares a metric
 from tests.house.structure import PACKAGES, ROOT, python_files
 from tokenlake.config import load_config
 from tokenlake.metrics import Metric

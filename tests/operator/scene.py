@@ -16,8 +16,6 @@ from tokenlake_operator.reaching import Target
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["GivenNode", "checks", "control_of", "examined", "run", "told"]
-
 
 def run(command: click.Command, *arguments: object, env: dict[str, str] | None = None) -> Result:
     """A command with these arguments, without settings of the environment but `env`. No traceback may come out."""

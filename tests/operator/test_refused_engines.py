@@ -18,7 +18,7 @@ from tokenlake_operator.doctor.refused import check_refused
 from tokenlake_operator.status import status
 from tokenlake_operator.top import top
 from tokenlake_proto.v1 import admin_pb2 as pb
-from tokenlake_server.refused_engines import Reason
+from tokenlake_server.engines.refused import Reason
 from tokenlake_testing.cluster import Cluster
 
 

@@ -23,9 +23,7 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import Instruction
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import engine, peer
-from tokenlake_server.driver import Driver, Handle, Sink
-
-__all__ = ["EDGES", "HANDOVER_EDGES", "TAKEOVER_EDGES", "Edge", "Failpoint", "Moment", "arm", "parse"]
+from tokenlake_server.loop.driver import Driver, Handle, Sink
 
 log = logging.getLogger(__name__)
 

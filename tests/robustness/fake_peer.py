@@ -14,9 +14,7 @@ import msgspec
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.handshake import acceptor_proof
-
-__all__ = ["FakePeer"]
+from tokenlake_server.peers.handshake import acceptor_proof
 
 POISON = b"\xee" * 256
 

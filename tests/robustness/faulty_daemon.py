@@ -12,8 +12,8 @@ import click
 
 from tokenlake.core.instructions import CheckSlot, SendBulk, StartFetch
 from tokenlake_server.cli import run_daemon, with_settings
-from tokenlake_server.daemon import Daemon
-from tokenlake_server.driver import Sink
+from tokenlake_server.loop.driver import Sink
+from tokenlake_server.start.daemon import Daemon
 
 BULK = ("send", "receive", "check")
 """How the names of these threads begin."""

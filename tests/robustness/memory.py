@@ -16,8 +16,6 @@ from pathlib import Path
 from tests.robustness.live import EngineProcess, daemons, wait_until
 from tokenlake_testing.cluster import Node
 
-__all__ = ["HEADER_BYTES", "arena_bytes", "engines_of", "hand_overs", "restarts"]
-
 REGION_BYTES = 256 << 10
 HEADER_BYTES = 4096
 """Bytes of the header of each region, which are allocated beside `memory`."""

@@ -34,8 +34,6 @@ from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, Node
 
-__all__ = ["WORST", "Reads", "neighbours", "read_all", "worst"]
-
 RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
 TENANTS = """
 allow_uids = [{uid}]

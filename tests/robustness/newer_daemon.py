@@ -24,8 +24,8 @@ def main() -> None:
         from tokenlake.core.instructions import SendToPeer
         from tokenlake.wire import peer
         from tokenlake_server.cli import run_daemon, with_settings
-        from tokenlake_server.daemon import Daemon
-        from tokenlake_server.driver import Sink
+        from tokenlake_server.loop.driver import Sink
+        from tokenlake_server.start.daemon import Daemon
 
         def sink(carry_out: Sink) -> Sink:
             def sending(instruction: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import socket
 
-from tokenlake_server import connected_process
 from tokenlake_server.cli import serve
+from tokenlake_server.engines import connected_process
 
 NO_SUCH_OPTION = 9999
 

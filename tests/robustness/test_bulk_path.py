@@ -25,9 +25,9 @@ from tests.robustness.live import (
 )
 from tests.robustness.matrix.proxy import Drop
 from tests.robustness.matrix.world import World, world
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import Hints
-from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code
 
 pytestmark = [pytest.mark.live, pytest.mark.rest]

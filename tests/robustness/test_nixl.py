@@ -12,7 +12,7 @@ from tests.robustness.live import LAYOUT, Prompt, daemons, read, store, wait_tol
 from tests.robustness.matrix import on_peer
 from tests.robustness.matrix.measure import Outcome
 from tokenlake.wire import Code
-from tokenlake_server.transports.nixl_agent import library
+from tokenlake_server.nixl.agent import library
 
 pytestmark = [
     pytest.mark.live,

@@ -13,8 +13,6 @@ from tests.server.control.scene import socket_of
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_testing.cluster import Node
 
-__all__ = ["Between"]
-
 
 class Between(grpc.GenericRpcHandler):
     """Forwards each unary call to the daemon. `pause_s`: seconds before a question where a request starts soonest is

@@ -22,8 +22,6 @@ from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, parse_metrics
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["DEADLINE_MS", "ROUTERS", "Engine", "Proxy", "tokens_of", "under_way"]
-
 ROUTERS = Path(__file__).parents[2] / ".venv-routers"
 START_S = 90.0
 WORKERS = ("--host", "127.0.0.1", "--timeout_worker_healthcheck", "90", "--num_workers")

@@ -10,11 +10,9 @@ from tokenlake.disk.places import SLAB_BYTES
 from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.store import Kind, PoolId, Segment, State
-from tokenlake.store.eviction.odds import Odds
+from tokenlake.memory import Kind, PoolId, Segment, State
+from tokenlake.memory.eviction.odds import Odds
 from tokenlake.wire.slots import SlotRef
-
-__all__ = ["SLOT", "TENANT", "key_of", "segment_of", "tier_of", "written"]
 
 TENANT = TenantId("red")
 SLOT = 5000

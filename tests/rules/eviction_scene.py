@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory.eviction import EvictionPolicy
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore
-from tokenlake.store.eviction import EvictionPolicy
 from tokenlake.wire.slots import SlotRef
-
-__all__ = ["Memory", "key_of", "size_of"]
 
 SLOT_BYTES = 1024
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
-__all__ = ["ADDED", "MODULES", "installed"]
-
 MODULES = (
     "tokenlake.hints",
     "tokenlake.wire.funnel",

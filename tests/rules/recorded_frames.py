@@ -19,8 +19,6 @@ from tokenlake.wire import engine, peer, query, supervision
 from tokenlake.wire.frames import encode
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 
-__all__ = ["DECODERS", "Recorded", "fields_of", "messages_of", "recorded"]
-
 DIRECTORY = Path(__file__).parent / "frames"
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     f"{module.__name__.rpartition('.')[2]}.{name}": value

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenlake.hints import NO_HINTS, Hints
-from tokenlake.store import Kind
-from tokenlake.vacancy import MAX_RETENTION_VALUE
+from tokenlake.memory import Kind
+from tokenlake.memory.vacancy import MAX_RETENTION_VALUE
 from tokenlake.wire.codes import Code
-
-__all__ = ["Copy", "LruModel", "Place", "Pool", "StoreModel"]
 
 Place = tuple[int, int]
 """(region, slot)."""

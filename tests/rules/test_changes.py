@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.ring_record import RingRecord
-from tokenlake.store import Kind, PoolId, Segment
-from tokenlake.store.changes import ChangeLog
+from tokenlake.memory import Kind, PoolId, Segment
+from tokenlake.memory.changes import ChangeLog
 from tokenlake.wire.slots import SlotRef
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from tokenlake import directory as module
-from tokenlake.directory import Directory, Entry
+from tokenlake.directory import entries as module
+from tokenlake.directory.entries import Directory, Entry
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 

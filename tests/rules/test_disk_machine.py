@@ -14,7 +14,7 @@ from tokenlake.disk import NO_ENTRY, Place
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.index import Index
 from tokenlake.disk.tier import DiskTier, Slab
-from tokenlake.store import Segment, State
+from tokenlake.memory import Segment, State
 
 PLACES = 3
 SEGMENTS = 7

@@ -15,8 +15,8 @@ from tokenlake.disk.reads import READS, ReadQueue
 from tokenlake.disk.tier import MAX_TENANT_SLABS, DiskTier
 from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
-from tokenlake.store import Kind, State
-from tokenlake.store.eviction.odds import Odds
+from tokenlake.memory import Kind, State
+from tokenlake.memory.eviction.odds import Odds
 
 
 def test_a_place_is_aligned_and_places_are_packed() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS
-from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 
 Make = Callable[[], EvictionPolicy]
 every_policy = pytest.mark.parametrize("make", [Forecast, LeastRecentlyUsed])

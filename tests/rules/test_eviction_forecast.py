@@ -12,11 +12,11 @@ import pytest
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
+from tokenlake.memory import Budgets, SegmentStore
+from tokenlake.memory.eviction import LeastRecentlyUsed, odds, records
+from tokenlake.memory.eviction.forecast import Forecast
+from tokenlake.memory.eviction.records import GHOST_S
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, SegmentStore
-from tokenlake.store.eviction import LeastRecentlyUsed, odds, records
-from tokenlake.store.eviction.forecast import Forecast
-from tokenlake.store.eviction.records import GHOST_S
 
 SHORT = Hints(access=AccessRecord(segments=2, hits=1, turn=1, gap_s=30.0, unshared=0))
 """Hints of a prompt that appended one segment: it comes again after half a minute."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.rules.eviction_scene import key_of
-from tokenlake.store.eviction import records
-from tokenlake.store.eviction.records import GHOST_S, GHOSTS_EACH, Ghosts, Record
+from tokenlake.memory.eviction import records
+from tokenlake.memory.eviction.records import GHOST_S, GHOSTS_EACH, Ghosts, Record
 
 
 def add(ghosts: Ghosts, name: object, now: float, segments: int = 10) -> int:

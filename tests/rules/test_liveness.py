@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake.liveness import Liveness
+from tokenlake.wire.liveness import Liveness
 
 
 def overdue_after(side: Liveness, since: float | None = None) -> bool:

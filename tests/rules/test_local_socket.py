@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tokenlake.errors import ListenerUntrusted, Unreachable
-from tokenlake.local_socket import (
+from tokenlake.wire.local_socket import (
     SYSTEM_DIRECTORY,
     check_listener,
     check_place,

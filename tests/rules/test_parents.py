@@ -20,11 +20,11 @@ from hypothesis.stateful import (
 from tests.profiles import examples
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.pool import MAX_KEPT, SlotPool
+from tokenlake.memory.store import ORPHANED
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore
-from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
-from tokenlake.store.pool import MAX_KEPT, SlotPool
-from tokenlake.store.store import ORPHANED
 
 TENANT = TenantId("t")
 SLOT_BYTES = 1024

@@ -17,9 +17,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.rules.test_store_machine import StoreMachine
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.store import Kind, Segment, SegmentStore, State
-from tokenlake.store.pool import SlotPool
-from tokenlake.store.slot_table import SlotTable
+from tokenlake.memory import Kind, Segment, SegmentStore, State
+from tokenlake.memory.pool import SlotPool
+from tokenlake.memory.slot_table import SlotTable
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.store.region import GENERATION_BYTES, RegionShape, header_room
+from tokenlake.memory.region import GENERATION_BYTES, RegionShape, header_room
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 1 << 17))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory.region_allocator import RegionAllocator
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore
-from tokenlake.store.region_allocator import RegionAllocator
 from tokenlake.wire.codes import Code
 
 RED, BLUE, GREY = TenantId("red"), TenantId("blue"), TenantId("grey")

@@ -9,10 +9,10 @@ import pytest
 
 from tokenlake.hints import MAX_TTL_S, NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.retention import HIGH_S, HIGH_SHARE, MAX_PASSED, Deadlines
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore
-from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
-from tokenlake.store.retention import HIGH_S, HIGH_SHARE, MAX_PASSED, Deadlines
 
 TENANT = TenantId("t")
 SLOT_BYTES = 1024

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES
-from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
 
 KEYS = [SegmentKey(hashlib.blake2b(str(number).encode(), digest_size=KEY_BYTES).digest()) for number in range(20_000)]
 SOME = KEYS[:300]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tokenlake.ring_record import MAX_EPOCH, Member, RingRecord
+from tokenlake.directory.ring_record import MAX_EPOCH, Member, RingRecord
 
 GIB = 1 << 30
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, Cursor, Kind, Segment, SegmentStore
+from tokenlake.memory.store import RECLAIM_EVICTIONS
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Cursor, Kind, Segment, SegmentStore
-from tokenlake.store.store import RECLAIM_EVICTIONS
 
 TENANT = TenantId("t")
 SLOT_BYTES = 1024

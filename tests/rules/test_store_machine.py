@@ -22,10 +22,10 @@ from tests.profiles import examples
 from tests.rules.store_model import Copy, LruModel, Place, Pool, StoreModel
 from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, Kind, Segment, SegmentStore, State
+from tokenlake.memory.eviction import Forecast, LeastRecentlyUsed
+from tokenlake.memory.store import EVICTED, MAX_VICTIM_SCAN, NOT_ADMITTED, QUARANTINED
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
-from tokenlake.store.eviction import Forecast, LeastRecentlyUsed
-from tokenlake.store.store import EVICTED, MAX_VICTIM_SCAN, NOT_ADMITTED, QUARANTINED
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.vacancy import FULL, MAX_RETENTION_VALUE, UNKNOWN_VACANCY, Vacancy
+from tokenlake.memory.vacancy import FULL, MAX_RETENTION_VALUE, UNKNOWN_VACANCY, Vacancy
 
 vacancies = st.builds(
     Vacancy,

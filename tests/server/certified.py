@@ -10,8 +10,6 @@ from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["authority", "encrypted", "files", "nodes"]
-
 
 def authority(directory: Path, cluster: str = "tokenlake") -> Path:
     """Make a CA in a new directory, and return the directory."""

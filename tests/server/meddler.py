@@ -12,8 +12,6 @@ from tokenlake.wire import HEADER_BYTES, peer
 from tokenlake.wire.frames import decode
 from tokenlake.wire.records import OVERHEAD_BYTES
 
-__all__ = ["Change", "Meddler"]
-
 Change = Callable[[int, bytes], list[bytes]]
 """Returns the records to forward in place of a record, which is given with its number."""
 

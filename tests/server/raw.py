@@ -17,7 +17,7 @@ from tokenlake.config import load_config
 from tokenlake.keys import probe
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, engine, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
+from tokenlake_server.peers.handshake import NONCE_BYTES, Dialler, PeerIdentity
 from tokenlake_testing.cluster import Node
 
 LIMIT_S = 20.0

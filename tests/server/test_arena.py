@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-from tokenlake.store.region import PAGE, RegionShape
+from tokenlake.memory.region import PAGE, RegionShape
 from tokenlake.wire.slots import SlotRef
-from tokenlake_server.arena import Arena, Region
+from tokenlake_server.engines.arena import Arena, Region
 
 
 def test_freed_pages_read_as_zeros() -> None:

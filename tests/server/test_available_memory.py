@@ -9,8 +9,8 @@ import pytest
 
 from tests.kernel_files import kernel_files
 from tokenlake.errors import LimitReached
-from tokenlake_server.available_memory import available_bytes, free_huge_pages
-from tokenlake_server.cgroups import rooms
+from tokenlake_server.start.available_memory import available_bytes, free_huge_pages
+from tokenlake_server.start.cgroups import rooms
 
 MIB = 1 << 20
 SLICE = "engines.slice"
@@ -127,7 +127,7 @@ def test_files_that_say_nothing(tmp_path: Path, broken: str) -> None:
 
 def test_what_is_refused_names_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """150 MiB are left beside `memory`, and the daemon needs 200."""
-    from tokenlake_server import available_memory
+    from tokenlake_server.start import available_memory
 
     proc = kernel_files(tmp_path, 2, "/pod", {"pod/memory.max": 1150 * MIB, "pod/memory.current": 0})
     found = available_bytes(proc)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokenlake.config import Address
-from tokenlake_server.bulk_paths import PAUSE_S, BulkPaths
-from tokenlake_server.peer_addresses import PeerAddresses
+from tokenlake_server.bulk.paths import PAUSE_S, BulkPaths
+from tokenlake_server.peers.addresses import PeerAddresses
 
 
 def test_paths_take_turns_and_one_that_failed_comes_last() -> None:

@@ -19,10 +19,10 @@ from tokenlake.core.events import Event, FetchDone
 from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.blocking_sockets import read_frame
-from tokenlake_server.bulk_receiver import RECEIVE_THREADS, THREADS_PER_NODE, BulkReceiver
-from tokenlake_server.handshake import NONCE_BYTES, Acceptor, PeerIdentity
-from tokenlake_server.peer_addresses import PeerAddresses
+from tokenlake_server.bulk.blocking_sockets import read_frame
+from tokenlake_server.bulk.receiver import RECEIVE_THREADS, THREADS_PER_NODE, BulkReceiver
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, PeerIdentity
 
 FOREVER_S = 1000.0
 
@@ -133,7 +133,7 @@ def test_one_node_leaves_threads_for_another() -> None:
 @pytest.mark.parametrize("main", [True, False], ids=["the main path", "the further path"])
 def test_one_path_of_two_that_fails(backlog: int, main: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The node is not taken for a silent one: its other path is used, and the one that failed is left alone."""
-    caplog.set_level(logging.INFO, "tokenlake_server.bulk_receiver")
+    caplog.set_level(logging.INFO, "tokenlake_server.bulk.receiver")
     with silent(backlog) as address, FakePeer("x") as node:
         node.serves([], LAYOUT)
         sound = Address("127.0.0.1", node.port)

@@ -14,8 +14,8 @@ from tests.robustness.live import LIMIT_S, wait_until
 from tokenlake.core.events import Event, PullRequested, SendDone
 from tokenlake.core.instructions import SendBulk
 from tokenlake.wire import Code, pack_frame, peer
-from tokenlake_server import bulk_sender
-from tokenlake_server.bulk_sender import CONNECTIONS_PER_PEER, BulkSender
+from tokenlake_server.bulk import sender as bulk_sender
+from tokenlake_server.bulk.sender import CONNECTIONS_PER_PEER, BulkSender
 
 SLOT_BYTES = 8 << 20
 SLOTS = 4

@@ -15,7 +15,7 @@ from tests.server.certified import encrypted
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_server.bulk_receiver import CACHED_BYTES, HALVES_BYTES
+from tokenlake_server.bulk.receiver import CACHED_BYTES, HALVES_BYTES
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live

@@ -15,8 +15,8 @@ import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store, wait_until
 from tokenlake.errors import ConfigurationError
-from tokenlake_server.config_file import read_config_file
-from tokenlake_server.running import IGNORED
+from tokenlake_server.start.config_file import read_config_file
+from tokenlake_server.start.running import IGNORED
 from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live

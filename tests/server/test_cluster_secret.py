@@ -30,7 +30,7 @@ from tokenlake.config import Secret
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_client import Pool
-from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
+from tokenlake_server.peers.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake_server.connection_keys import KEPT_S, MAX_PER_NODE, KeptKeys, new_keys
+from tokenlake_server.peers.connection_keys import KEPT_S, MAX_PER_NODE, KeptKeys, new_keys
 
 
 def test_the_keys_of_both_sides_fit() -> None:

@@ -38,9 +38,9 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import SlotRef
 from tokenlake_client import Pool
-from tokenlake_server.arena import Arena, Region
-from tokenlake_server.daemon import Daemon
-from tokenlake_server.running import run
+from tokenlake_server.engines.arena import Arena, Region
+from tokenlake_server.start.daemon import Daemon
+from tokenlake_server.start.running import run
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.event_log import replay
 
@@ -293,7 +293,7 @@ def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatc
         monkeypatch.setattr(daemon.checker, "close", fail)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("tokenlake_server.running.Arena", WatchedArena)
+    monkeypatch.setattr("tokenlake_server.start.running.Arena", WatchedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         asyncio.run(run(config, ready))
@@ -315,7 +315,7 @@ def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatc
             super().make(number, nbytes)
             views.append(self.region(number).view[:4096])
 
-    monkeypatch.setattr("tokenlake_server.running.Arena", UsedArena)
+    monkeypatch.setattr("tokenlake_server.start.running.Arena", UsedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
         asyncio.run(run(config, lambda daemon: None, ready=lambda daemon: os.kill(os.getpid(), signal.SIGTERM)))

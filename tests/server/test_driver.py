@@ -11,13 +11,13 @@ import pytest
 
 from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.node import HandlerFailed
-from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.ring_record import RingRecord
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
-from tokenlake_server.driver import Driver, Handle
+from tokenlake_server.loop.driver import Driver, Handle
 from tokenlake_testing.event_log import Recorder, replay
 
 

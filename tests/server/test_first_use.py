@@ -28,7 +28,7 @@ threads = [threading.Thread(target=run) for _ in range(4)]
     ("module", "name", "format", "made", "decode"),
     [
         ("tokenlake_server.disk.store", "Identity", "json", "Type(format=2)", "_decoded"),
-        ("tokenlake_server.standing_orders", "_Content", "msgpack", "Type(1)", "_DECODER.decode"),
+        ("tokenlake_server.start.standing_orders", "_Content", "msgpack", "Type(1)", "_DECODER.decode"),
     ],
 )
 def test_threads_decode_a_type_at_first(module: str, name: str, format: str, made: str, decode: str) -> None:

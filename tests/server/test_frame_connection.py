@@ -16,10 +16,10 @@ import pytest
 
 from tests.server.certified import authority, files
 from tokenlake.wire import HEADER_BYTES
-from tokenlake_server.certificates import CertificateFiles, Certificates
-from tokenlake_server.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, FrameConnection
-from tokenlake_server.loop_share import LoopShare
-from tokenlake_server.tls import TlsSession
+from tokenlake_server.loop.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, FrameConnection
+from tokenlake_server.loop.loop_share import LoopShare
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates
+from tokenlake_server.peers.tls import TlsSession
 
 LIMIT_S = 20.0
 FRAMES = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenlake.errors import LimitReached
-from tokenlake_server.kept_bytes import MAX_OF_CONNECTION, Account, KeptBytes
+from tokenlake_server.engines.kept_bytes import MAX_OF_CONNECTION, Account, KeptBytes
 
 MIB = 1 << 20
 

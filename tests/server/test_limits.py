@@ -31,18 +31,18 @@ from tests.robustness.live import (
     wait_until,
 )
 from tests.server.raw import Raw, hello
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
-from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
 from tokenlake_client import Pool
-from tokenlake_server.engine_connection import HELLO_BYTES, KEPT_PER_KEY, KEPT_PER_REQUEST, MAX_IN_FLIGHT
-from tokenlake_server.engine_listener import MAX_UNPROVEN, PROCESSES_PER_SESSION
-from tokenlake_server.kept_bytes import MAX_OF_CONNECTION
+from tokenlake_server.engines.connection import HELLO_BYTES, KEPT_PER_KEY, KEPT_PER_REQUEST, MAX_IN_FLIGHT
+from tokenlake_server.engines.kept_bytes import MAX_OF_CONNECTION
+from tokenlake_server.engines.listener import MAX_UNPROVEN, PROCESSES_PER_SESSION
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenlake import local_socket as rules
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, ListenerUntrusted
+from tokenlake.wire import local_socket as rules
 from tokenlake_client.dial import dial
-from tokenlake_server.local_socket import listen, prepare
-from tokenlake_server.running import _out_of_a_shared_directory
+from tokenlake_server.engines.local_socket import listen, prepare
+from tokenlake_server.start.running import _out_of_a_shared_directory
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
@@ -134,7 +134,7 @@ def test_the_control_socket_of_a_shared_directory(tmp_path: Path, monkeypatch: p
     """Its default is a directory of the user alone. One that was given stays, and is refused."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("tokenlake_server.running.prepare", lambda path, setting: None)
+    monkeypatch.setattr("tokenlake_server.start.running.prepare", lambda path, setting: None)
     shared = tmp_path / "volume"
     shared.mkdir()
     config = ServerConfig(node="a", socket=str(shared / "a.sock"), control_socket=str(shared / "a.control"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tokenlake_server.loop_share import LoopShare
+from tokenlake_server.loop.loop_share import LoopShare
 
 
 def test_a_key_with_many_calls_leaves_turns_to_others() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.robustness.live import LIMIT_S, daemons, total, wait_until
 from tests.server.certified import authority, files, nodes
 from tests.server.raw import peer_address
-from tokenlake_server.certificates import CertificateFiles, Certificates
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates
 from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused, Unreachable
-from tokenlake.ring_record import RingRecord
-from tokenlake_server.admin_thread import AdminThread
 from tokenlake_server.ca import init_ca, issue
+from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.membership import Account, Members, Membership, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, Read, on_any

@@ -12,7 +12,7 @@ import pytest
 
 from tokenlake.config import Address
 from tokenlake.core import CoreConfig, NodeCore
-from tokenlake.ring_record import RingRecord
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake_server import metrics_page
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot

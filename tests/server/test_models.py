@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_server.config_command import config
-from tokenlake_server.models import COLUMNS, MODELS, RANKS, ModelCache, rows
+from tokenlake_server.start.config_command import config
+from tokenlake_server.start.models import COLUMNS, MODELS, RANKS, ModelCache, rows
 
 GIB = 1 << 30
 BY_NAME = {model.name: model for model in MODELS}

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from tests.robustness.live import LIMIT_S, total, wait_until
 from tokenlake.config import ServerConfig
 from tokenlake.identity import SegmentKey
+from tokenlake.memory.region import RegionShape
 from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
-from tokenlake.store.region import RegionShape
 from tokenlake_client import Deadlines, MatchOptions, Pool
-from tokenlake_server.models import MODELS
+from tokenlake_server.start.models import MODELS
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = [pytest.mark.live, pytest.mark.rest]

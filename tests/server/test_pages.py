@@ -15,7 +15,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, store, total, wait_until
 from tokenlake_client import Pool
-from tokenlake_server.peer_states import WARN_S
+from tokenlake_server.peers.states import WARN_S
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.ports import reserve_port
 

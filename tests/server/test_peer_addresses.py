@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tokenlake.config import Address
-from tokenlake_server.peer_addresses import Endpoint, PeerAddresses, set_tcp_options
+from tokenlake_server.peers.addresses import Endpoint, PeerAddresses, set_tcp_options
 
 LIMIT_S = 2.0
 

@@ -18,8 +18,8 @@ from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.config import Address
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
-from tokenlake_server.peer_connections import _listen
+from tokenlake_server.peers.connections import _listen
+from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 

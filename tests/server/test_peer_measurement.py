@@ -8,11 +8,11 @@ import socket
 import pytest
 
 from tokenlake.config import Address
-from tokenlake_server import peer_measurement
-from tokenlake_server.blocking_sockets import no_keys
-from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.peer_addresses import PeerAddresses
-from tokenlake_server.peer_measurement import PeerMeasurement
+from tokenlake_server.bulk.blocking_sockets import no_keys
+from tokenlake_server.peers import measurement as peer_measurement
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.handshake import PeerIdentity
+from tokenlake_server.peers.measurement import PeerMeasurement
 
 
 def measured(port: int) -> str:

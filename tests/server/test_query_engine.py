@@ -22,10 +22,10 @@ from tokenlake.errors import Unreachable
 from tokenlake.wire import engine
 from tokenlake.wire.supervision import Start
 from tokenlake_client import Pool
-from tokenlake_server import query_engine as query_engine_module
-from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.peer_addresses import PeerAddresses
-from tokenlake_server.query_engine import STOP_S, QueryEngine
+from tokenlake_server.engines import query_engine as query_engine_module
+from tokenlake_server.engines.query_engine import STOP_S, QueryEngine
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.handshake import PeerIdentity
 from tokenlake_testing import fork_server
 from tokenlake_testing.cluster import Cluster, Node
 

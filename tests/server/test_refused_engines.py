@@ -25,8 +25,8 @@ from tokenlake.metrics import Counters
 from tokenlake.wire import PROTOCOL_VERSION, Code, engine
 from tokenlake_client import Pool
 from tokenlake_proto.v1 import admin_pb2 as pb
-from tokenlake_server.connected_process import ConnectedProcess
-from tokenlake_server.refused_engines import FORGOTTEN_S, MAX_KEPT, REFUSED_ENGINES, Reason, RefusedEngines
+from tokenlake_server.engines.connected_process import ConnectedProcess
+from tokenlake_server.engines.refused import FORGOTTEN_S, MAX_KEPT, REFUSED_ENGINES, Reason, RefusedEngines
 from tokenlake_testing.cluster import Cluster, Node
 
 

@@ -1,6 +1,6 @@
 """When a condition that lasts is logged."""
 
-from tokenlake_server.repeated_warning import MOST_REPEAT_S, REPEAT_S, RepeatedWarning
+from tokenlake_server.loop.repeated_warning import MOST_REPEAT_S, REPEAT_S, RepeatedWarning
 
 
 def times(warning: RepeatedWarning, kind: object, until: int, start: int = 0) -> list[int]:

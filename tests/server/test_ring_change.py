@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenlake.config import Address
 from tokenlake.core import events
-from tokenlake_server.handshake import PeerIdentity
-from tokenlake_server.peer_addresses import PeerAddresses
-from tokenlake_server.peer_connections import PeerConnections
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.connections import PeerConnections
+from tokenlake_server.peers.handshake import PeerIdentity
 
 LIMIT_S = 20.0
 NOWHERE = Address("127.0.0.1", 0)

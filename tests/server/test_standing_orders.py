@@ -15,7 +15,7 @@ from tokenlake.errors import LayoutRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake_client import Pool
 from tokenlake_server.disk.store import Identity, pack_identity
-from tokenlake_server.standing_orders import (
+from tokenlake_server.start.standing_orders import (
     COPY_BYTES,
     MAX_ABSENT,
     MAX_DROPPED_KEYS,

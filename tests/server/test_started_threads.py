@@ -9,7 +9,7 @@ import pytest
 
 from tests.robustness.live import LIMIT_S
 from tokenlake.errors import LimitReached
-from tokenlake_server.started_threads import started_threads
+from tokenlake_server.loop.started_threads import started_threads
 
 POOL = "pool of this test"
 

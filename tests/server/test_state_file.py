@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, wait_told
-from tokenlake.core.learned import MAX_LEARNED_BYTES
+from tokenlake.core.cluster.learned import MAX_LEARNED_BYTES
 from tokenlake.wire import Code
-from tokenlake_server.state_file import StateFile
+from tokenlake_server.start.state_file import StateFile
 from tokenlake_testing.event_log import replay
 
 

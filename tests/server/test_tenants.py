@@ -15,8 +15,8 @@ from tokenlake.config import load_config
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Refused
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
-from tokenlake_server.standing_orders import MAX_RETIRED
-from tokenlake_server.tenants import Tenants
+from tokenlake_server.engines.tenants import Tenants
+from tokenlake_server.start.standing_orders import MAX_RETIRED
 
 pytestmark = pytest.mark.live
 

@@ -13,8 +13,8 @@ from tests.server.certified import authority, files
 from tokenlake.errors import CredentialRefused, ProtocolRefused
 from tokenlake.wire import pack_frame, peer
 from tokenlake_server.ca import init_ca, issue
-from tokenlake_server.certificates import CertificateFiles, Certificates, PeerCertificate, require_node
-from tokenlake_server.tls import TlsSession, is_tls
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates, PeerCertificate, require_node
+from tokenlake_server.peers.tls import TlsSession, is_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 """The time at which the tests were collected, which may be half an hour before a test runs."""

@@ -13,7 +13,7 @@ import pytest
 from tokenlake.core import events
 from tokenlake.metrics import Counters
 from tokenlake.wire import engine
-from tokenlake_server.watchdog import LIMIT_S, LOG_S, LONG, WARN_S, Watchdog, new_event_loop
+from tokenlake_server.loop.watchdog import LIMIT_S, LOG_S, LONG, WARN_S, Watchdog, new_event_loop
 
 
 def use_processor(seconds: float) -> None:

@@ -17,7 +17,7 @@ from tests.server.test_tenants import TENANTS
 from tokenlake.wire import engine
 from tokenlake_testing.cluster import Node
 
-FORGED = "2026-11-22 00:00:00,000 ERROR tokenlake_server.daemon: forged"
+FORGED = "2026-11-22 00:00:00,000 ERROR tokenlake_server.start.daemon: forged"
 
 
 @pytest.mark.live

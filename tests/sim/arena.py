@@ -9,8 +9,6 @@ from typing import NamedTuple
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.slots import SlotRef
 
-__all__ = ["HALF", "REGION_BYTES", "SHARDS", "SLOTS", "SLOT_BYTES", "Arena", "Region", "View", "content"]
-
 SHARDS = 2
 SLOT_BYTES = 64
 SLOTS = 3

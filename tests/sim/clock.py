@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 from tokenlake_testing.clock import Clock
 
-__all__ = ["Channel", "RandomClock"]
-
 T = TypeVar("T")
 
 SLOW_SHARE = 0.03

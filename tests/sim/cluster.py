@@ -11,15 +11,13 @@ from tests.sim.link import Link
 from tests.sim.node import SimNode
 from tests.sim.world import World
 from tokenlake.core import NodeCore
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.location import parse_location
-from tokenlake.ring_record import RingRecord
-from tokenlake.store import Kind, State
-from tokenlake.store.store import ORPHANED
+from tokenlake.memory import Kind, State
+from tokenlake.memory.store import ORPHANED
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys
-
-__all__ = ["Cluster"]
 
 
 class Cluster(World):

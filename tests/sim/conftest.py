@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenlake.core.ownership import handover
+from tokenlake.core.cluster import handover
 
 
 @pytest.fixture(autouse=True)

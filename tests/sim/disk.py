@@ -13,8 +13,6 @@ from tokenlake.wire import Code
 from tokenlake.wire.slots import split_keys, unpack_slots
 from tokenlake_testing.driver import NodeDriver
 
-__all__ = ["Disk", "Life"]
-
 
 class Life(NamedTuple):
     """One life of the node that has the disk."""

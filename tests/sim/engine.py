@@ -16,8 +16,6 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys, unpack_slots
 
-__all__ = ["SEGMENT_TOKENS", "Engine", "Reading", "SimProcess", "Storing"]
-
 SEGMENT_TOKENS = 16
 Took = tuple[tuple[int, int, int, float], ...]
 

@@ -12,8 +12,6 @@ from tokenlake.core import events
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode, encode
 
-__all__ = ["Link"]
-
 RETRY_S = 0.05
 
 

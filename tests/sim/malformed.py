@@ -16,13 +16,11 @@ import msgspec
 import msgspec.inspect as types
 
 from tokenlake.core import NodeCore, events
-from tokenlake.core.survey import MAX_LOCATED
+from tokenlake.core.engines.survey import MAX_LOCATED
 from tokenlake.disk import NOTE_BYTES, PLACE_BYTES
 from tokenlake.hints import Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
-
-__all__ = ["NEVER_MALFORMED", "PEER_MESSAGES", "REQUESTS", "legal", "malformed"]
 
 PEER_MESSAGES: tuple[type[Any], ...] = typing.get_args(peer.PeerMessage)
 REQUESTS: tuple[type[Any], ...] = typing.get_args(engine.EngineRequest)

@@ -11,15 +11,13 @@ from tests.sim.disk import Disk, Life
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tests.sim.world import World
 from tokenlake.core import NodeCore, events, instructions
-from tokenlake.core.ownership.drain import LEFT_BEHIND
-from tokenlake.core.ownership.handover import HANDED_OVER
-from tokenlake.core.ownership.owner import DUPLICATES
+from tokenlake.core.cluster.drain import LEFT_BEHIND
+from tokenlake.core.cluster.handover import HANDED_OVER
+from tokenlake.core.cluster.owner import DUPLICATES
 from tokenlake.disk import slab_bytes
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
-
-__all__ = ["Connection", "Process", "SimNode"]
 
 
 class Process(Protocol):

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Plant", "planted"]
-
 Plant = Callable[[pytest.MonkeyPatch], None]
 """Breaks a rule until the test is over."""
 

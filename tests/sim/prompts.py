@@ -6,8 +6,6 @@ import hashlib
 
 from tokenlake.identity import SegmentKey
 
-__all__ = ["PROMPTS", "prompt"]
-
 
 def prompt(name: str, segments: int) -> list[SegmentKey]:
     """Keys of a prompt, spread over the ring as real ones are."""

@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokenlake.ring import Ring
-
-__all__ = ["changes", "snapshot"]
+from tokenlake.directory.ring import Ring
 
 _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, Ring)
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray, enum.Enum, np.generic, itertools.count)

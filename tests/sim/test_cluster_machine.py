@@ -28,13 +28,13 @@ from tests.sim.malformed import malformed
 from tests.sim.prompts import PROMPTS, prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
+from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.handover import HANDED_OVER
+from tokenlake.core.cluster.owner import DUPLICATES
 from tokenlake.core.node import HandlerFailed
-from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.core.ownership.handover import HANDED_OVER
-from tokenlake.core.ownership.owner import DUPLICATES
 from tokenlake.core.report.account import ENGINE_HAD, SUPPLIED
 from tokenlake.identity import NodeId, SegmentKey, TenantId
-from tokenlake.store import State
+from tokenlake.memory import State
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import join_keys
 

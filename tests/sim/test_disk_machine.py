@@ -16,8 +16,8 @@ from tests.sim.node import SimNode
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, PAUSES, ClusterMachine, nodes, readings, which
 from tokenlake.core import events, instructions
+from tokenlake.core.cluster.fetch import DAMAGED, READ
 from tokenlake.core.disk import ERASED, EVICTED, KEPT, WRITTEN
-from tokenlake.core.fetch import DAMAGED, READ
 
 SEEN = dict.fromkeys((WRITTEN, KEPT, EVICTED, ERASED, READ, DAMAGED), 0)
 """Counts over all examples: each of these must have happened."""

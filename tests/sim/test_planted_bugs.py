@@ -15,21 +15,21 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.sim.plants import Plant, planted
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.checks import Checks
+from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.fetch import Transfers
+from tokenlake.core.cluster.owner import Ownership
+from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.cluster.serve import Serving
+from tokenlake.core.engines.grants import Grants, SessionGrants, Write
+from tokenlake.core.engines.match import _Found
+from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.events import PeerSent, Requested
-from tokenlake.core.fetch import Transfers
-from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
-from tokenlake.core.match import _Found
 from tokenlake.core.node import HandlerFailed, NodeCore
-from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.core.ownership.owner import Ownership
-from tokenlake.core.peers import Peers
-from tokenlake.core.serve import Serving
-from tokenlake.core.sessions import Sessions
-from tokenlake.directory import Entry
+from tokenlake.directory.entries import Entry
 from tokenlake.identity import ConnectionId, NodeId
-from tokenlake.store import Kind, SegmentStore
-from tokenlake.store.slot_table import SlotTable
+from tokenlake.memory import Kind, SegmentStore
+from tokenlake.memory.slot_table import SlotTable
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import SlotRef
 

@@ -11,11 +11,11 @@ import pytest
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import prompt
-from tokenlake.core.ownership.drain import LEFT_BEHIND
+from tokenlake.core.cluster.drain import LEFT_BEHIND
+from tokenlake.directory.ring import Ring
 from tokenlake.identity import SegmentKey
-from tokenlake.ring import Ring
-from tokenlake.store import Kind
-from tokenlake.vacancy import MAX_RETENTION_VALUE, Vacancy
+from tokenlake.memory import Kind
+from tokenlake.memory.vacancy import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.wire import Code
 
 NODES, KEYS = 8, 400

@@ -21,11 +21,11 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.plants import Plant, planted
 from tests.sim.prompts import PROMPTS
+from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.cluster.ring_change import CHANGES, RingChange
 from tokenlake.core.node import HandlerFailed
-from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.core.ownership.ring_change import CHANGES, RingChange
-from tokenlake.core.peers import Peers
-from tokenlake.ring_record import RingRecord
+from tokenlake.directory.ring_record import RingRecord
 
 FIRST, MOST = 3, 6
 """Nodes at the start, and at most."""

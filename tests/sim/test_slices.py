@@ -8,8 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.profiles import examples
 from tests.sim.test_cluster_machine import ClusterMachine
-from tokenlake.core import access, fetch, pieces, serve, sessions
-from tokenlake.core.ownership import directory_node
+from tokenlake.core.cluster import directory_node, fetch, serve
+from tokenlake.core.engines import access, pieces, sessions
 
 
 def test_work_in_slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

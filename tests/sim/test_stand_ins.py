@@ -11,7 +11,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tests.sim.prompts import prompt
 from tokenlake.identity import SegmentKey
-from tokenlake.store import State
+from tokenlake.memory import State
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys
 

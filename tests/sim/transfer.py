@@ -19,8 +19,6 @@ from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
 
-__all__ = ["FROZEN_POLL_S", "Transfer"]
-
 LATE_S = 0.05
 """Seconds after which a piece is written that could not be stopped."""
 STALL_S = 0.2

@@ -10,10 +10,8 @@ from types import MappingProxyType
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
 from tokenlake.core.context import CoreConfig
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.location import NOWHERE, Location
-from tokenlake.ring_record import RingRecord
-
-__all__ = ["World"]
 
 SHORT_RULES = {
     "lease_s": 0.6,

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from tokenlake.errors import LayoutRefused
 
-__all__ = ["Stored", "as_float32", "from_float32", "stored_dtype"]
-
 Stored = NDArray[Any]
 """An array of float32, of float16, or of uint16 that holds the bits of bfloat16."""
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Partial", "empty_partial", "merge"]
-
 
 class Partial(NamedTuple):
     """The result of attention of some queries over some tokens, which can be merged with results over other tokens.

@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from tokenlake.attention.partial import Partial, empty_partial
 
-__all__ = ["attend"]
-
 
 def attend(query: NDArray[np.float32], keys: NDArray[np.float32], values: NDArray[np.float32], scale: float) -> Partial:
     """Attention of all queries over all tokens, without a mask.

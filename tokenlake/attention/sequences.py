@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["EvenSequence", "even_sequences"]
-
 
 class EvenSequence(NamedTuple):
     """The `length` addresses `start`, `start + step`, ..."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 
-__all__ = ["LSE_BYTES", "AttentionShape"]
-
 LSE_BYTES = 4
 """Bytes of a log-sum-exp on the wire, a float32."""
 

@@ -12,8 +12,6 @@ from tokenlake.attention.dtypes import Stored, stored_dtype
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import DTYPE_BYTES, Layout
 
-__all__ = ["Place", "SlotMap"]
-
 
 class Place(NamedTuple):
     """Where the keys or the values of a layer lie in a slot: an array `[head group][head in group][token][dim]`, whose

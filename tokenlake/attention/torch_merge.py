@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["RunningMerge", "Tensor", "merge_stacked"]
-
 Tensor = Any
 """A torch tensor; Any, because this module does not import torch."""
 

@@ -20,10 +20,8 @@ from tokenlake.config.setting import DEFAULT, Given, PlainRefusal, describe, rea
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
 from tokenlake.config.values import Address, format_size, parse_address
 from tokenlake.errors import ConfigurationError
-from tokenlake.local_socket import default_socket
 from tokenlake.wire.fields import MAX_ADDRESSES
-
-__all__ = ["ENGINE_PREFIX", "OPERATOR_PREFIX", "PREFIX", "ROUTER_PREFIX", "Settings", "load_config"]
+from tokenlake.wire.local_socket import default_socket
 
 PREFIX = "TOKENLAKE_"
 """Bytes that Linux allows in the address of a Unix socket."""

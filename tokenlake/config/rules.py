@@ -8,8 +8,6 @@ from tokenlake.config import kinds
 from tokenlake.config.setting import Setting
 from tokenlake.location import NOWHERE, Location
 
-__all__ = ["RuleSettings"]
-
 _SHARE = kinds.real(0.01, 1, "a share of the slots")
 _SECONDS = kinds.real(0.1, 3600, "seconds")
 

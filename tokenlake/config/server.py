@@ -6,9 +6,7 @@ from tokenlake.config import kinds
 from tokenlake.config.rules import RuleSettings
 from tokenlake.config.setting import Setting
 from tokenlake.config.values import Address, Disk, KvEventStream, Peer, Secret, Tenant
-from tokenlake.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY
-
-__all__ = ["ServerConfig"]
+from tokenlake.wire.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY
 
 _MILLISECONDS = kinds.real(1, 600_000, "milliseconds")
 _SIZE = kinds.size(64 << 10, 1 << 50, multiple=kinds.PAGE)

@@ -25,8 +25,6 @@ from tokenlake.config.kinds import Kind
 from tokenlake.config.values import MASK
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["DEFAULT", "Given", "PlainRefusal", "Setting", "describe", "read", "refusal", "settings_of", "table_of"]
-
 DEFAULT = "default"
 """The origin that is shown for a setting that no source gives."""
 Given = tuple[str, object, str]

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 
 from tokenlake.config.setting import Given, PlainRefusal
 
-__all__ = ["is_service_link", "of_environment", "of_flags", "of_toml"]
-
 # Kubernetes sets variables in every container for each Service of the namespace. For a Service named `tokenlake`:
 # TOKENLAKE_SERVICE_HOST, TOKENLAKE_SERVICE_PORT[_NAME], TOKENLAKE_PORT and TOKENLAKE_PORT_7440_TCP[_PROTO|_PORT|_ADDR].
 _SERVICE_LINK = re.compile(

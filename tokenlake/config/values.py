@@ -8,20 +8,6 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = [
-    "MASK",
-    "SIZE_EXPECTED",
-    "Address",
-    "Disk",
-    "Peer",
-    "Secret",
-    "Tenant",
-    "format_size",
-    "is_loopback",
-    "parse_address",
-    "parse_size",
-]
-
 MASK = "***"
 """The text that is shown in place of a secret."""
 SIZE_EXPECTED = "a size such as 64MiB, 1GiB or a number of bytes"

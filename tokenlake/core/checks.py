@@ -20,24 +20,22 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import events
+from tokenlake.core.cluster.fetch import Transfers
+from tokenlake.core.cluster.learned import Learned
+from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.context import Context
 from tokenlake.core.disk import Disk
-from tokenlake.core.fetch import Transfers
-from tokenlake.core.learned import Learned
+from tokenlake.core.engines.sessions import Sessions
+from tokenlake.core.engines.survey import MAX_LOCATED
 from tokenlake.core.orders import MAX_ORDERED
-from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.serve import Serving
-from tokenlake.core.sessions import Sessions
-from tokenlake.core.survey import MAX_LOCATED
 from tokenlake.disk import NOTE_BYTES, PLACE_BYTES
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 from tokenlake.wire import engine, peer
 from tokenlake.wire.checks import check_peer_message, check_request
-
-__all__ = ["Checks"]
 
 MOST = 1 << 62
 """Limit of the numbers of a device: bytes, and bytes per second."""

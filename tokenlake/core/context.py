@@ -11,21 +11,19 @@ import msgspec
 
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import UNIT_SHARE, Member, RingRecord
 from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+from tokenlake.memory import Budgets, Segment, SegmentStore, State
+from tokenlake.memory.eviction import Forecast
+from tokenlake.memory.removals import RemovalLog
+from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
-from tokenlake.ring import Ring
-from tokenlake.ring_record import UNIT_SHARE, Member, RingRecord
-from tokenlake.store import Budgets, Segment, SegmentStore, State
-from tokenlake.store.eviction import Forecast
-from tokenlake.store.removals import RemovalLog
 from tokenlake.timers import Timer, Timers
-from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
-
-__all__ = ["DRAIN_S", "GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig", "KnownAccess", "ring_of"]
 
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250

@@ -25,23 +25,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.context import Context
 from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovered, DiskWritten
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
-from tokenlake.core.ownership.directory_node import DirectoryNode
 from tokenlake.disk import Place, pack_places, unpack_places
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.disk.tier import Device, Forgotten, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Kind, Segment, SlotPool, State
+from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
 from tokenlake.metrics import Metric
-from tokenlake.store import Kind, Segment, SlotPool, State
-from tokenlake.store.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys, split_keys
-
-__all__ = ["Disk", "Erasure"]
 
 WRITTEN = Metric("tokenlake_disk_written_segments_total", "Segments written to disk", "tenant")
 WRITTEN_BYTES = Metric("tokenlake_disk_written_bytes_total", "Bytes of segments written to disk", "tenant")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import Hints
 from tokenlake.location import NOWHERE, Location
-from tokenlake.ring_record import RingRecord
 from tokenlake.wire import engine, peer
 
 MAX_FOUND = 256
@@ -160,7 +160,7 @@ class LocateRequested(_Event, frozen=True, tag=16):
     keys: bytes
     deadline_s: float = 0.0
     """Maximum seconds of the lookups at other nodes; 0, or a value above the deadline of a match of
-    so many keys (`tokenlake.match_deadline`), stands for that."""
+    so many keys (`tokenlake.wire.match_deadline`), stands for that."""
     disks: bool = False
     """True if the answer should contain the time that reads from disks take, which needs a second round of lookups."""
 

@@ -12,46 +12,44 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tokenlake.core import events
-from tokenlake.core.access import Touches, with_access
 from tokenlake.core.checks import Checks
+from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.drain import Drain
+from tokenlake.core.cluster.fetch import LeaseReads, Transfers
+from tokenlake.core.cluster.handover import Handover
+from tokenlake.core.cluster.learned import Learned
+from tokenlake.core.cluster.owner import Ownership
+from tokenlake.core.cluster.peers import Peer, Peers
+from tokenlake.core.cluster.ring_change import RingChange
+from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.context import Context, CoreConfig
-from tokenlake.core.corruption import Corruption
 from tokenlake.core.disk import Disk
-from tokenlake.core.fetch import LeaseReads, Transfers
-from tokenlake.core.grants import Grants
+from tokenlake.core.engines.access import Touches, with_access
+from tokenlake.core.engines.corruption import Corruption
+from tokenlake.core.engines.grants import Grants
+from tokenlake.core.engines.match import Matches
+from tokenlake.core.engines.pieces import LongRequest, Pieces
+from tokenlake.core.engines.sessions import Process, Session, Sessions
+from tokenlake.core.engines.survey import Survey
+from tokenlake.core.engines.waiting import InFlightMarkers, WaitingMatches
+from tokenlake.core.engines.write import Writes
 from tokenlake.core.instructions import Answer, CutRegion, Instruction, SendToPeer, Stamp, Welcomed
-from tokenlake.core.learned import Learned
-from tokenlake.core.match import Matches
 from tokenlake.core.orders import Orders
-from tokenlake.core.ownership.directory_node import DirectoryNode
-from tokenlake.core.ownership.drain import Drain
-from tokenlake.core.ownership.handover import Handover
-from tokenlake.core.ownership.owner import Ownership
-from tokenlake.core.ownership.ring_change import RingChange
-from tokenlake.core.peers import Peer, Peers
-from tokenlake.core.pieces import LongRequest, Pieces
 from tokenlake.core.regions import Regions
 from tokenlake.core.report import account, misses
 from tokenlake.core.report.explain import Explain, RecentRequest
 from tokenlake.core.report.refusals import Refusals
-from tokenlake.core.serve import Serving
-from tokenlake.core.sessions import Process, Session, Sessions
-from tokenlake.core.survey import Survey
-from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
-from tokenlake.core.write import Writes
+from tokenlake.directory.ring import Ring
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.disk.tier import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.location import Location
+from tokenlake.memory import Kind, Segment, SegmentStore, State
+from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
-from tokenlake.ring import Ring
-from tokenlake.ring_record import RingRecord
-from tokenlake.store import Kind, Segment, SegmentStore, State
-from tokenlake.vacancy import Vacancy
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys, split_keys
-
-__all__ = ["HandlerFailed", "MemberState", "NodeCore"]
 
 
 class HandlerFailed(RuntimeError):

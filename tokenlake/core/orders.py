@@ -6,11 +6,9 @@ from tokenlake.core.context import Context
 from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.identity import TenantId
-from tokenlake.store import Cursor, Segment, State
-from tokenlake.store.removals import OPERATOR_RULE
+from tokenlake.memory import Cursor, Segment, State
+from tokenlake.memory.removals import OPERATOR_RULE
 from tokenlake.wire.slots import split_keys
-
-__all__ = ["MAX_ORDERED", "Orders"]
 
 MAX_ORDERED = 128
 """Limit of the segments in one `EvictRequested`, and slots that one slice of a longer eviction examines."""

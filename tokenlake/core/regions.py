@@ -21,13 +21,11 @@ import math
 from collections.abc import Collection
 
 from tokenlake.core.context import Context
+from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.instructions import CloseRegion, MakeRegion
-from tokenlake.core.sessions import Sessions
 from tokenlake.identity import TenantId
-from tokenlake.store import PoolId, SlotPool
-from tokenlake.store.region import RegionShape, stride_of
-
-__all__ = ["Regions"]
+from tokenlake.memory import PoolId, SlotPool
+from tokenlake.memory.region import RegionShape, stride_of
 
 UNUSED_S = 30.0
 """Seconds without a read or write of its engines after which a tenant does not count as using its memory."""

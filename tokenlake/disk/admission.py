@@ -17,8 +17,6 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from enum import StrEnum
 
-__all__ = ["DAY_S", "SHARE", "Admission", "DailyBudget", "Refusal"]
-
 SHARE = 0.5
 """Limit of written bytes, as a share of the bytes that memory evicts."""
 DAY_S = 86_400.0

@@ -13,8 +13,6 @@ from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 
-__all__ = ["NO_ENTRY", "NO_NEIGHBOUR", "Index"]
-
 NO_ENTRY = -1
 NO_NEIGHBOUR = 0xFFFFFFFF
 """In place of the entry before the first one of a group, and behind the last."""

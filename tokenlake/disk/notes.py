@@ -11,8 +11,6 @@ from typing import NamedTuple
 from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.hints import AccessRecord, Hints
 
-__all__ = ["Note", "Notes"]
-
 _NOTE = struct.Struct("<IHBbfiIIIIffiI")
 assert _NOTE.size == NOTE_BYTES
 _MOST = (1 << 32) - 1

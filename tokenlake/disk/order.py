@@ -13,10 +13,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from tokenlake.disk.index import NO_NEIGHBOUR, Index
-from tokenlake.store.eviction.odds import EDGES, Features, Odds
-from tokenlake.store.eviction.records import GHOST_S
-
-__all__ = ["TOGETHER_S", "Order"]
+from tokenlake.memory.eviction.odds import EDGES, Features, Odds
+from tokenlake.memory.eviction.records import GHOST_S
 
 TOGETHER_S = 10.0
 """Seconds within which accesses fall into one group."""

@@ -10,21 +10,6 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = [
-    "ALIGNMENT",
-    "HEADER_BYTES",
-    "NOTE_BYTES",
-    "PLACE_BYTES",
-    "RECORD_BYTES",
-    "SLAB_BYTES",
-    "Place",
-    "footprint",
-    "pack_places",
-    "slab_bytes",
-    "stride",
-    "unpack_places",
-]
-
 ALIGNMENT = 4096
 """Places begin at multiples of this number of bytes, as direct I/O requires."""
 HEADER_BYTES = 4096

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 from tokenlake.disk.tier import Device
 
-__all__ = ["READS", "READ_BYTES", "READ_SEGMENTS", "ReadQueue"]
-
 T = TypeVar("T")
 READS = 4
 """Reads that one device has under way at a time: a device gives its full rate with them, and a further one would only

@@ -34,12 +34,10 @@ from tokenlake.disk.order import TOGETHER_S, Order
 from tokenlake.disk.places import Place, footprint, slab_bytes
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Kind, Segment, State
+from tokenlake.memory.eviction.odds import EDGES, Odds
+from tokenlake.memory.removals import DISK_RULE
 from tokenlake.rate import Rate
-from tokenlake.store import Kind, Segment, State
-from tokenlake.store.eviction.odds import EDGES, Odds
-from tokenlake.store.removals import DISK_RULE
-
-__all__ = ["Device", "DiskTier", "Forgotten", "Slab", "SlabUse"]
 
 EVICTIONS_HALF_LIFE_S = 300.0
 MAX_SLABS = 0xFFFF
@@ -132,7 +130,7 @@ class Forgotten(NamedTuple):
     key: SegmentKey
     place: Place
     rule: str
-    """Why; see `tokenlake.store.removals`."""
+    """Why; see `tokenlake.memory.removals`."""
     erase: bool = False
     """True if the bytes must never be found again. The place counts as read until the caller ends that (`end_read`)."""
 

@@ -19,8 +19,6 @@ import msgspec
 from tokenlake.identity import NodeId
 from tokenlake.planner.costs import Costs
 
-__all__ = ["MANY_PEERS", "Decision", "Way", "choose"]
-
 MANY_PEERS = 4
 """At most this many peers are considered for shipping, those with which it saves most; sequences of other peers are
 fetched or recomputed."""

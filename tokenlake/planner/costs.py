@@ -21,8 +21,6 @@ from tokenlake.planner.fits import PrefillFit
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import PrefixTree
 
-__all__ = ["Batch", "Costs", "Model", "fetch_limit_s"]
-
 
 class Model(msgspec.Struct, frozen=True):
     """Sizes of a model's cache and queries."""

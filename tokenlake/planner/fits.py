@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ENOUGH", "DecodeFit", "Fit", "PrefillFit", "QueryFit", "TransferFit"]
-
 ENOUGH = 8
 """Number of measurements from which on a fit is made; with fewer the default coefficients hold."""
 NEWEST = 64

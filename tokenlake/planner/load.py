@@ -9,8 +9,6 @@ from tokenlake.planner.costs import Batch
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import PrefixTree
 
-__all__ = ["cache_load"]
-
 
 def cache_load(
     requests: Sequence[int], tree: PrefixTree, instances: Mapping[str, NodeId], layers: int, rates: Rates

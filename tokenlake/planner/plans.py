@@ -15,8 +15,6 @@ from tokenlake.planner.rates import Rates
 from tokenlake.planner.router import Prefill, Router
 from tokenlake.planner.tree import PrefixTree
 
-__all__ = ["Plans", "QueryPlan", "TransferPlan", "gen_plans"]
-
 
 class QueryPlan(msgspec.Struct, frozen=True):
     """How one batch uses the cached prefixes of its requests."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 from tokenlake.identity import NodeId
 from tokenlake.planner.fits import DecodeFit, Fit, PrefillFit, QueryFit, TransferFit
 
-__all__ = ["Estimate", "PeerRates", "Rates"]
-
 WEIGHT = 0.2
 """Weight of the newest measurement in a running mean."""
 

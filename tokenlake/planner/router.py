@@ -37,8 +37,6 @@ from tokenlake.location import NOWHERE, Location, levels
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
 
-__all__ = ["COPY_PRICE", "Prefill", "Router", "Start"]
-
 COPY_PRICE = 1.0
 """Cost of a second copy of some tokens' cache, as a multiple of the cost of computing these tokens."""
 

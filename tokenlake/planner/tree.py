@@ -9,8 +9,6 @@ import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
 
-__all__ = ["PrefixTree", "Request", "SegmentSequence", "grow"]
-
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A request of a scheduler."""

@@ -14,8 +14,6 @@ from tokenlake.wire import engine, peer
 from tokenlake.wire.codes import Code
 from tokenlake.wire.fields import CHECKSUM_BYTES
 
-__all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_peer_message"]
-
 MOST_DEPTH = (1 << 32) - 1
 """Maximum number of segments of a prompt. Messages carry it, in access records, as `fields.Index`, so that a peer
 refuses a greater one."""

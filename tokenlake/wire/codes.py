@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Code"]
-
 
 class Code(IntEnum):
     """The result of a call (match, fetch, prepare, lookup and others) for one key."""

@@ -17,53 +17,6 @@ from tokenlake.where import HOST, Where
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
 from tokenlake.wire.funnel import Funnel
 
-__all__ = [
-    "HERE",
-    "MAX_FETCHED",
-    "MAX_FRAME",
-    "MAX_GRANTS",
-    "MAX_KEYS",
-    "MAX_MODEL",
-    "MAX_RANGES",
-    "MAX_REASON",
-    "Abort",
-    "Hint",
-    "Attach",
-    "Bye",
-    "MarkInFlight",
-    "Commit",
-    "Committed",
-    "Corrupt",
-    "EngineReply",
-    "EngineRequest",
-    "Explain",
-    "Explained",
-    "Failed",
-    "Fetch",
-    "Fetched",
-    "Heartbeat",
-    "HeartbeatReply",
-    "Hello",
-    "ReconcileGrants",
-    "Match",
-    "Matched",
-    "OpenQuery",
-    "OpenRegion",
-    "Located",
-    "Prepare",
-    "Prepared",
-    "QueryOpened",
-    "Region",
-    "RegionClosed",
-    "Release",
-    "Unpublished",
-    "Welcome",
-    "Locate",
-    "reply_decoder",
-    "request_decoder",
-]
-
-
 MAX_FRAME = 512 << 10
 """Limit of the bytes of a request, above the longest ones that the other limits allow (`ReconcileGrants`, 300 KiB)."""
 MAX_KEYS = 1024

@@ -6,38 +6,8 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+from tokenlake.directory.ring_record import MAX_EPOCH
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
-from tokenlake.ring_record import MAX_EPOCH
-
-__all__ = [
-    "CHECKSUM_BYTES",
-    "MAX_AMOUNT",
-    "MAX_REQUEST_NAME",
-    "MAX_SECONDS",
-    "MAX_ADDRESSES",
-    "Address",
-    "Addresses",
-    "AgentName",
-    "Amount",
-    "Index",
-    "Name",
-    "NONCE_BYTES",
-    "Nonce",
-    "Proof",
-    "NO_RING",
-    "LocationText",
-    "RECORD_KEY_BYTES",
-    "RecordKey",
-    "RecordKeys",
-    "RequestName",
-    "RingVersion",
-    "Seconds",
-    "Shards",
-    "Share",
-    "SlotBytes",
-    "Statistics",
-    "RetentionValue",
-]
 
 CHECKSUM_BYTES = 8
 """Bytes of the checksum of one shard, which is xxh3-64, little-endian."""

@@ -9,8 +9,6 @@ import msgspec
 
 from tokenlake.errors import ProtocolRefused
 
-__all__ = ["HEADER_BYTES", "FrameDecoder", "decode", "encode", "pack_frame"]
-
 HEADER_BYTES = 4
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ import msgspec
 
 from tokenlake.wire.fields import Index, Seconds
 
-__all__ = ["MAX_EXPLAINED_NAMES", "Funnel", "MissReason", "Missed"]
-
 MAX_EXPLAINED_NAMES = 64
 """Maximum number of names of requests in one `engine.Explained`."""
 

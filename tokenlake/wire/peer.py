@@ -38,56 +38,6 @@ from tokenlake.wire.fields import (
     Statistics,
 )
 
-__all__ = [
-    "AdvertisingDone",
-    "ConnectionKey",
-    "MarkInFlight",
-    "ExplainMissing",
-    "HANDSHAKE_BYTES",
-    "MAX_FRAME",
-    "Corrupt",
-    "DataPurpose",
-    "Evicted",
-    "Handshake",
-    "EvictionStatistics",
-    "Lookup",
-    "LookupReply",
-    "MemoryAgent",
-    "Offer",
-    "OfferReply",
-    "OpenConnection",
-    "Owned",
-    "PeerChallenge",
-    "PeerHello",
-    "PeerMessage",
-    "PeerProof",
-    "PeerRefused",
-    "PeerWelcome",
-    "MAX_PROBE_BYTES",
-    "PROBE_BYTES",
-    "Ping",
-    "Pong",
-    "Pull",
-    "Pulled",
-    "Purpose",
-    "Redundant",
-    "ReleaseLease",
-    "RenewLease",
-    "ExplainMissingReply",
-    "Taken",
-    "Touched",
-    "Unfound",
-    "ClearInFlight",
-    "bulk_request_decoder",
-    "control_decoder",
-    "handshake_decoder",
-    "peer_decoder",
-    "pulled_decoder",
-    "taken_decoder",
-    "unknown_tag",
-]
-
-
 MAX_FRAME = 2 << 20
 """Limit of the bytes of a frame between daemons. It is part of the protocol and no setting, because a node would close
 the connection of a node that sends larger ones. The longest message is `EvictionStatistics`, about one MiB."""
@@ -224,7 +174,7 @@ class LookupReply(_Message, frozen=True, tag=5):
     nodes: tuple[Name, ...]
     """The owner of each segment whose code is ELSEWHERE, in the order of the keys."""
     vacancy: tuple[Share, Seconds, RetentionValue]
-    """The vacancy of the sender's memory (`tokenlake.vacancy`)."""
+    """The vacancy of the sender's memory (`tokenlake.memory.vacancy`)."""
     load: Amount
     """Recent rate of bytes that the sender sends to engines of other nodes, per second."""
     known_depth: Index = 0
@@ -292,7 +242,7 @@ class OfferReply(_Message, frozen=True, tag=12):
     call: int
     codes: bytes
     vacancy: tuple[Share, Seconds, RetentionValue]
-    """The vacancy of the sender's memory (`tokenlake.vacancy`)."""
+    """The vacancy of the sender's memory (`tokenlake.memory.vacancy`)."""
     load: Amount
     """Recent rate of bytes that the sender sends to engines of other nodes, per second."""
 

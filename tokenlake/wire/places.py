@@ -9,8 +9,6 @@ from typing import NamedTuple
 from tokenlake.where import HOST as HOST_NAME
 from tokenlake.where import device_of
 
-__all__ = ["HOST", "PLACE_BYTES", "Place", "unpack_places"]
-
 _PLACE = struct.Struct("<QQQi")
 PLACE_BYTES = _PLACE.size
 HOST = device_of(HOST_NAME)

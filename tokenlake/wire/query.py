@@ -19,31 +19,6 @@ from msgspec import Meta
 
 from tokenlake.wire.fields import Index, Name, Seconds
 
-__all__ = [
-    "ALIGNMENT",
-    "MAX_FRAME",
-    "MAX_PARTS",
-    "MAX_STEP_BYTES",
-    "Answered",
-    "Ask",
-    "AskReply",
-    "AskRequest",
-    "CloseView",
-    "OpenBuffer",
-    "OpenView",
-    "Query",
-    "QueryReply",
-    "QueryRequest",
-    "Refused",
-    "Result",
-    "Step",
-    "Viewed",
-    "ask_decoder",
-    "ask_reply_decoder",
-    "query_decoder",
-    "query_reply_decoder",
-]
-
 ALIGNMENT = 64
 """Alignment in bytes: arrays in the shared memory of `OpenBuffer` begin at multiples of it."""
 

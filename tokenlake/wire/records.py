@@ -18,8 +18,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tokenlake.errors import ProtocolRefused
 
-__all__ = ["LENGTH_BYTES", "OVERHEAD_BYTES", "RECORD_BYTES", "Receive", "RecordReader", "RecordWriter"]
-
 Receive = Callable[[memoryview], None]
 """Fills its argument with the next bytes of a connection, or raises."""
 RECORD_BYTES = 1 << 20

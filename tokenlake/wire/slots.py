@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 
-__all__ = ["NO_SLOT_BYTES", "SLOT_BYTES", "SlotRef", "join_keys", "slot_array", "split_keys", "unpack_slots"]
-
 _KEY = np.dtype(f"V{KEY_BYTES}")
 _SLOT = struct.Struct("<IIQ")
 SLOT_BYTES = _SLOT.size

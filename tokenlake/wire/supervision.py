@@ -10,21 +10,6 @@ import msgspec
 
 from tokenlake.wire.fields import RecordKeys
 
-__all__ = [
-    "DialSucceeded",
-    "Dial",
-    "EngineEnded",
-    "EngineConnected",
-    "PeerConnected",
-    "Report",
-    "Start",
-    "ToDaemon",
-    "ToQueryEngine",
-    "DialFailed",
-    "daemon_decoder",
-    "query_engine_decoder",
-]
-
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from tokenlake.errors import ProtocolRefused
 
-__all__ = ["OLDEST_VERSION", "PROTOCOL_VERSION", "agree"]
-
 PROTOCOL_VERSION = 1
 OLDEST_VERSION = 1
 """Both ends offer [OLDEST_VERSION, PROTOCOL_VERSION] and use the highest that both know."""

@@ -7,8 +7,6 @@ from typing import Final, Protocol
 
 from tokenlake.errors import ConfigurationError
 
-__all__ = ["MODELS", "Attention", "FeedForward", "GroupedAttention", "LatentAttention", "Model", "model_named"]
-
 CACHE_BYTES: Final = 2
 """Bytes of one element of the KV cache: bfloat16."""
 

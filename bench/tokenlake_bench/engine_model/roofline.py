@@ -10,8 +10,6 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model.gpus import Gpu
 from tokenlake_bench.engine_model.models import CACHE_BYTES, Model
 
-__all__ = ["Chunk", "EngineModel"]
-
 RESERVED: Final = 0.10
 """Share of a GPU's memory that holds neither weights nor KV cache; engines keep it free by default."""
 

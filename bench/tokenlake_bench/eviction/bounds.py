@@ -23,8 +23,6 @@ import numpy as np
 
 from tokenlake_bench.baselines import Accesses, HitCount
 
-__all__ = ["Bounds", "bounds_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import Hints, Outlook
-from tokenlake.store.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, intern_segments
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.s3fifo import S3Fifo

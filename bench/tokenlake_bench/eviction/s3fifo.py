@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction import SAME_ACCESS_S, EvictionPolicy
-from tokenlake.store.segment import PolicyState, Segment
-
-__all__ = ["S3Fifo"]
+from tokenlake.memory.eviction import SAME_ACCESS_S, EvictionPolicy
+from tokenlake.memory.segment import PolicyState, Segment
 
 SMALL_SHARE = 0.1
 """Share of all segments that may be in the small queue, where new segments are on probation. While it holds more, its

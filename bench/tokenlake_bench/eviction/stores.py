@@ -17,12 +17,12 @@ import hashlib
 from collections.abc import Callable
 
 from tokenlake.config.rules import RuleSettings
-from tokenlake.core.access import access_after, with_access
+from tokenlake.core.engines.access import access_after, with_access
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake_bench.baselines import Accesses, Prompt
 
 _TENANT = TenantId("study")

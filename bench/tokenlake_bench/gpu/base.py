@@ -13,8 +13,6 @@ from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_testing.cpu_device import CpuDevice
 
-__all__ = ["CPU", "NotRun", "Rig", "Row", "device_named"]
-
 CPU: Final = "cpu"
 """The name of the device of tests, on which the checks of copies run without a GPU."""
 

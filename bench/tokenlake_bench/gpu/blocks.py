@@ -28,8 +28,6 @@ from tokenlake_client.match import MatchOptions
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
 
-__all__ = ["blocks"]
-
 BLOCK = 16
 PATIENT = Deadlines(call_s=10.0, match_s=10.0)
 """The check is about bytes and rates: a busy machine may not run a process for longer than the default deadlines."""

@@ -20,8 +20,6 @@ from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.mapped_memory import MappedMemory
 from tokenlake_testing.device_bytes import random_bytes
 
-__all__ = ["copies"]
-
 TURNS = 10
 
 

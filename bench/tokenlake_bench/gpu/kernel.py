@@ -24,8 +24,6 @@ from tokenlake.attention import AttentionShape, SlotMap
 from tokenlake.layout import Layout
 from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row
 
-__all__ = ["MODELS", "Cache", "cache_bytes", "graph_s", "kernel", "layout_of", "needs_kernel", "reference"]
-
 COPY_BYTES = 1 << 30
 COLD_BYTES = 160 << 20
 """The layers of a row have at least as many bytes: three times an H100's L2 cache."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from tokenlake_bench.gpu.base import NotRun, Rig, Row, device_named
 from tokenlake_client.mapped_memory import MappedMemory
 
-__all__ = ["locks"]
-
 GIB = 1 << 30
 
 

@@ -30,8 +30,6 @@ from tokenlake_bench.gpu.base import CPU, Rig, Row, device_named
 from tokenlake_bench.gpu.kernel import MODELS, TOLERANCE, Cache, cache_bytes, layout_of, needs_kernel, reference
 from tokenlake_query.kernels import kernel_for
 
-__all__ = ["ship"]
-
 MODEL = "GQA"
 OWN_TOKENS = 1024
 COLD_BYTES = 160 << 20

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-__all__ = ["WHEELS", "main"]
-
 WHEELS: Final = (
     "cffi",
     "click",

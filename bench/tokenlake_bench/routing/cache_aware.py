@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from tokenlake_bench.routing.base import Fleet, RoutedRequest, least
 
-__all__ = ["TREE_TOKENS", "CacheAware", "CacheAwareSettings"]
-
 TREE_TOKENS = (1 << 24) // 4
 """Number of tokens that the router remembers per worker: SGLang's default `max_tree_size` is 2^24 characters, at about
 four per token."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job, Steps
 from tokenlake_testing.clock import Clock
 
-__all__ = ["ClockedInstance"]
-
 
 class ClockedInstance:
     """An `Instance` that a simulated clock drives. The callbacks `begin`, `first` and `ran` are those of `Instance`;

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from tokenlake_bench.routing.instance import Job
 
-__all__ = ["CacheChange", "EngineCache", "further_segments"]
-
 
 class CacheChange(NamedTuple):
     """Segments that entered an engine's cache, and segments that were evicted from it."""

@@ -22,8 +22,6 @@ from tokenlake_bench.routing.systems import System
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
-__all__ = ["FleetOptions", "FleetRequest", "FleetRun", "at_rate"]
-
 _PROGRESS = 100
 """Number of requests between two calls of the callback `progress`."""
 

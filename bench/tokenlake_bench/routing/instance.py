@@ -23,8 +23,6 @@ from typing import Final, Protocol
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import Chunk
 
-__all__ = ["Instance", "InstanceOptions", "Job", "Steps"]
-
 _MAX_STEPS: Final = 64
 """Maximum number of decode steps that are simulated as one event."""
 

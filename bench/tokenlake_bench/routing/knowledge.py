@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tokenlake_bench.baselines import Lru
 
-__all__ = ["OwnRecord", "TrackedCaches"]
-
 
 class TrackedCaches:
     """LRU caches of all instances, and an index of the instances that hold each segment or are about to compute it. As

@@ -21,8 +21,6 @@ from tokenlake_bench.routing.fleet_run import FleetOptions, FleetRequest, FleetR
 from tokenlake_bench.routing.instance import Job
 from tokenlake_bench.routing.systems import System
 
-__all__ = ["OffloadRun"]
-
 
 class OffloadRun(FleetRun):
     """One run of all requests through a system whose instances have GPU caches and private memory behind these."""

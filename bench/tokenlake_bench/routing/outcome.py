@@ -12,8 +12,6 @@ import numpy as np
 from tokenlake_bench.balance import BusyLog, SendLog, load, spread
 from tokenlake_bench.engine_model import EngineModel
 
-__all__ = ["SLO_FACTOR", "Answered", "DiskUse", "SystemRow", "row_of"]
-
 SLO_FACTOR: Final = 10.0
 """Factor of the objective of a request: its time to the first token and its time per further token must both be at most
 this many times as long as alone on an idle instance without a cache (TokenLake, arXiv 2508.17219, section 7)."""

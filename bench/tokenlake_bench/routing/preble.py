@@ -20,8 +20,6 @@ from itertools import islice
 
 from tokenlake_bench.routing.base import Fleet, RoutedRequest, least
 
-__all__ = ["Preble"]
-
 WINDOW_S = 180.0
 """Seconds of the most recent time window over which an instance's load is counted."""
 _NEW_ANSWER_WEIGHT = 0.05

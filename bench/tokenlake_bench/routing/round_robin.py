@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tokenlake_bench.routing.base import Fleet, RoutedRequest
 
-__all__ = ["RoundRobin"]
-
 
 class RoundRobin:
     """A router that sends request i to instance i modulo the number of instances."""

@@ -11,8 +11,6 @@ from tokenlake_bench.routing.offload import OffloadRun
 from tokenlake_bench.routing.outcome import SystemRow
 from tokenlake_bench.routing.systems import System
 
-__all__ = ["run_system"]
-
 
 def run_system(
     accesses: Accesses,

@@ -19,8 +19,6 @@ from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.flash import FLASH_SEGMENTS, FLASH_SHARE
 from tokenlake_bench.mixing import WORD, key_of, mix64
 
-__all__ = ["Arrival", "accesses_of", "arrivals_of", "flash_crowd", "keys_of", "merged", "with_swarms"]
-
 _KEY_WORDS = 4
 _COPY = 1 << 40
 """Distance between the segment numbers of two copies of a workload, so that they share no number."""

@@ -26,8 +26,6 @@ from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import PooledEngine, PooledRequest, PooledRun
 
-__all__ = ["CachedEngine"]
-
 
 class CachedEngine(PooledEngine):
     """A simulated engine with a GPU cache of `engine_cache_tokens`, at one node of the pool. Raises ConfigurationError

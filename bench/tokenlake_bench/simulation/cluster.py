@@ -8,7 +8,7 @@ from functools import partial
 
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.ring_record import RingRecord
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S, SendLog
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
@@ -18,8 +18,6 @@ from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.sizing import disk_bytes, pool_size
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
-
-__all__ = ["BEGINS_S", "SETTLE_S", "EngineMaker", "Route", "Send", "SimulatedCluster"]
 
 BEGINS_S = 10.0
 """Time of the simulated clock at which the workload begins; before it the nodes exchange their first messages."""

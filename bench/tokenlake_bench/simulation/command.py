@@ -26,8 +26,6 @@ from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
-__all__ = ["MODEL", "SimulateArguments", "run_simulate", "simulate"]
-
 MODEL, GPU = "llama-3-8b", "a100-80g"
 BASELINES = "cache-aware-perfect"
 JITTER_S: Final = 3.0

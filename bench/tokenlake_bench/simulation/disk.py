@@ -16,8 +16,6 @@ from tokenlake.wire import Code
 from tokenlake.wire.slots import split_keys
 from tokenlake_testing.clock import Clock
 
-__all__ = ["CHECKSUM", "DiskShape", "SimDisk"]
-
 CHECKSUM = b"checksum"
 """The checksum that every segment and shard has, because simulated segments have no bytes."""
 

@@ -20,8 +20,6 @@ from tokenlake_bench.simulation.disk import CHECKSUM
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 
-__all__ = ["SOCKET_S", "SimulatedEngine", "RequestOutcome", "Steps"]
-
 SOCKET_S = 20e-6
 """Seconds that a message takes from an engine to its daemon, or back."""
 RETRY_S = 0.002

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import peer
 
-__all__ = ["Link", "Network", "NetworkShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -7,14 +7,12 @@ from typing import Protocol
 
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import SegmentStore
+from tokenlake.memory import SegmentStore
 from tokenlake.wire import Code, engine, peer
 from tokenlake_bench.simulation.disk import CHECKSUM, DiskShape, SimDisk
 from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull
-
-__all__ = ["Process", "SimNode"]
 
 
 class Process(Protocol):

@@ -13,8 +13,6 @@ from tokenlake.layout import Layout
 from tokenlake_bench.simulation.disk import DiskShape
 from tokenlake_bench.simulation.network import NetworkShape
 
-__all__ = ["SimulationOptions", "serving_layout"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:

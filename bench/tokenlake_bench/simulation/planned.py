@@ -22,8 +22,6 @@ from tokenlake_bench.simulation.cluster import Send
 from tokenlake_bench.simulation.engine import SOCKET_S, TENANT
 from tokenlake_bench.simulation.pooled import PooledRun
 
-__all__ = ["PlannedRoute"]
-
 
 class PlannedRoute:
     """The route of one `PooledRun` that plans: pass it to `PooledRun.run`. It sends each request to an instance after a

@@ -24,7 +24,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
-from tokenlake.store import Kind, Segment, State
+from tokenlake.memory import Kind, Segment, State
 from tokenlake_bench.balance import BusyLog
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.clocked import ClockedInstance
@@ -37,8 +37,6 @@ from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
-
-__all__ = ["POOL", "POOL_REAL", "PooledEngine", "PooledRequest", "PooledRun", "engine_layout", "pool_options"]
 
 POOL, POOL_REAL = "pool", "pool-real"
 """Names of two simulated forms of the pool. `pool`: requests under way take no memory from the pool, as in the

@@ -14,8 +14,6 @@ from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledEngine, PooledRun
 
-__all__ = ["POOLS", "POOL_PLANNED", "POOL_PLANNED_REAL", "PoolSystem", "pools_named"]
-
 POOL_PLANNED, POOL_PLANNED_REAL = "pool-planned", "pool-planned-real"
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from tokenlake.core.report.account import SUPPLIED, Source
 from tokenlake.identity import SegmentKey
+from tokenlake.memory import State
+from tokenlake.memory.store import EVICTED as MEMORY_EVICTED
 from tokenlake.metrics import Counters
-from tokenlake.store import State
-from tokenlake.store.store import EVICTED as MEMORY_EVICTED
 from tokenlake.wire import Code
 from tokenlake_bench.balance import Spread, load
 from tokenlake_bench.routing.outcome import DiskUse
@@ -24,8 +24,6 @@ from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.options import SimulationOptions
-
-__all__ = ["Measured", "Simulation", "Totals"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

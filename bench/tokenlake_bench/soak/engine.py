@@ -26,8 +26,6 @@ from tokenlake_bench.soak.load import GROUPS, Prompt, draw_prompt
 from tokenlake_bench.worker import serve
 from tokenlake_client import Lease, Pool, Write
 
-__all__ = ["SoakEngine"]
-
 CONNECT_S: Final = 60.0
 MATCH_S: Final = 0.2
 FETCH_S: Final = 1.0

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-__all__ = ["Fault", "FaultKind", "Target", "schedule"]
-
 FIRST_S: Final = 5.0
 """Seconds at the beginning of a run without faults, in which the processes start and fill the memory."""
 QUIET_S: Final = 5.0

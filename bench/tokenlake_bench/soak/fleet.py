@@ -17,8 +17,6 @@ from tokenlake_bench.soak.load import GROUPS
 from tokenlake_bench.soak.slot import EngineSlot
 from tokenlake_testing.cluster import Cluster, Node
 
-__all__ = ["EVICTED", "Fleet"]
-
 ENGINES: Final = 3
 """Number of engines per node."""
 SLOT_GROUPS: Final = ((0,), (0, 1), (2, 3))

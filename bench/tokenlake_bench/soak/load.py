@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from tokenlake.layout import Layout
 from tokenlake_bench.payload import PayloadIdentity
 
-__all__ = ["GROUPS", "PROMPTS", "Group", "Prompt", "draw_prompt", "fresh_prompt", "prompt"]
-
 SEGMENT_TOKENS: Final = 16
 PROMPTS: Final = 160
 HEADS: Final = 10

@@ -22,8 +22,6 @@ from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, Prompt, fresh_prom
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
 
-__all__ = ["Refilled", "displace", "refill"]
-
 SEGMENTS: Final = 2
 """Number of segments of a prompt that the check stores: no more than a node may keep as cached copies. With more,
 leased cached copies of the last segments could occupy the slots that the first segments need for their fetch."""

@@ -15,8 +15,6 @@ from tokenlake.errors import Unreachable
 from tokenlake_bench.soak.load import GROUPS
 from tokenlake_bench.worker import Worker
 
-__all__ = ["EngineSlot"]
-
 SLICE_S: Final = 1.0
 """Seconds of work between two reports of an engine process; a killed process loses its counts since its last report."""
 END_S: Final = 120.0

@@ -18,8 +18,6 @@ from msgspec import Meta
 from tokenlake_bench.traces import BLOCK_TOKENS
 from tokenlake_bench.workloads.base import Count, Draw, Positive, Share, Sigma, TraceLine, TraceSettings, Turn, lay_out
 
-__all__ = ["AgentSettings", "agent_sessions"]
-
 
 class AgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the workload of coding-agent sessions; their defaults are fitted to the published sessions. `rate`

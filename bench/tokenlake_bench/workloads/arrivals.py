@@ -16,8 +16,6 @@ from typing import Final
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.trace_lines import TraceError, refuse_beyond_share, text_lines
 
-__all__ = ["AZURE_COLUMNS", "bursts", "poisson", "read_azure"]
-
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 

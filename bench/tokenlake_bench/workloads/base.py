@@ -15,19 +15,6 @@ from msgspec import Meta
 
 from tokenlake_bench.traces import BLOCK_TOKENS
 
-__all__ = [
-    "Count",
-    "Draw",
-    "Positive",
-    "Share",
-    "Sigma",
-    "TraceLine",
-    "TraceSettings",
-    "Turn",
-    "lay_out",
-    "zipf_mean",
-]
-
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -18,8 +18,6 @@ from tokenlake_bench.workloads.registry import GENERATORS, Generator, generate
 from tokenlake_bench.workloads.statistics import TraceStatistics, statistics_of
 from tokenlake_bench.workloads.writer import check_target, write_lines
 
-__all__ = ["workload"]
-
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 

@@ -26,8 +26,6 @@ from tokenlake_bench.workloads.base import (
     zipf_mean,
 )
 
-__all__ = ["ConversationSettings", "conversations"]
-
 
 class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the workload of conversations. Their defaults are fitted to the requests of Mooncake's trace, which

@@ -15,8 +15,6 @@ from msgspec import Meta
 from tokenlake_bench.traces import BLOCK_TOKENS
 from tokenlake_bench.workloads.base import Count, Draw, Positive, Sigma, TraceLine, TraceSettings, Turn, lay_out
 
-__all__ = ["RagSettings", "questions"]
-
 _DRAWS: Final = 20
 """Maximum number of draws for each retrieved document. A document that the request has already is drawn again."""
 

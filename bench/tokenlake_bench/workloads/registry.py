@@ -18,8 +18,6 @@ from tokenlake_bench.workloads.rag import RagSettings, questions
 from tokenlake_bench.workloads.toolagent import ToolAgentSettings, tool_calls
 from tokenlake_bench.workloads.uniform import UniformSettings, uniform_prompts
 
-__all__ = ["GENERATORS", "Generator", "generate", "generator_named", "settings_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Generator:

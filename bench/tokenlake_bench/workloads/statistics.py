@@ -11,8 +11,6 @@ import numpy as np
 from tokenlake_bench.traces import BLOCK_TOKENS
 from tokenlake_bench.workloads.base import TraceLine
 
-__all__ = ["TraceStatistics", "statistics_of"]
-
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a trace. Lengths are in tokens, shares from 0 to 1. Blocks that are not full count as blocks, but

@@ -19,8 +19,6 @@ from tokenlake_bench.workloads.arrivals import poisson
 from tokenlake_bench.workloads.base import Draw, Positive, Share, TraceLine, TraceSettings, Turn, lay_out
 from tokenlake_bench.workloads.conversation import ConversationSettings, conversations
 
-__all__ = ["ToolAgentSettings", "tool_calls"]
-
 
 class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the workload of tool calls. The conversations beside them have the defaults of

@@ -10,8 +10,6 @@ from msgspec import Meta
 from tokenlake_bench.traces import BLOCK_TOKENS
 from tokenlake_bench.workloads.base import Count, Draw, TraceLine, TraceSettings, Turn, lay_out
 
-__all__ = ["UniformSettings", "uniform_prompts"]
-
 
 class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the workload of equally popular prefixes. With r requests and p prefixes an infinite cache finds (r

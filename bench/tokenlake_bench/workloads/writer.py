@@ -10,8 +10,6 @@ import msgspec
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.workloads.base import TraceLine
 
-__all__ = ["check_target", "write_lines"]
-
 
 def check_target(path: Path) -> None:
     """Check the path before a trace is generated. Raises ConfigurationError for a file name that `read_mooncake` would

@@ -33,8 +33,6 @@ from tokenlake_proto.v1.admin_pb2_grpc import AdminStub
 from tokenlake_proto.v1.events_pb2_grpc import EventsStub
 from tokenlake_proto.v1.scheduling_pb2_grpc import SchedulingStub
 
-__all__ = ["CALL_S", "Certificates", "Control", "CursorLost"]
-
 Reply = TypeVar("Reply")
 
 CALL_S = 2.0

@@ -18,8 +18,6 @@ from tokenlake_client.control.client import Control
 from tokenlake_client.control.messages import fleet_message, prompt_message, start_message, start_of
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
-__all__ = ["FleetRouter"]
-
 
 class FleetRouter:
     """The requests of one fleet. Every method raises as `Control` does. The caller keeps the ownership of the

@@ -12,8 +12,6 @@ from tokenlake.planner.tree import SegmentSequence
 from tokenlake.wire.slots import join_keys, split_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
-__all__ = ["fleet_message", "plans_of", "prompt_message", "rates_message", "start_message", "start_of", "tree_of"]
-
 _WAYS = {
     pb.WAY_LOCAL: Way.LOCAL,
     pb.WAY_FETCH: Way.FETCH,

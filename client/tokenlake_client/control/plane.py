@@ -16,8 +16,6 @@ from tokenlake_client.control.fleet import FleetRouter
 from tokenlake_client.control.messages import plans_of, prompt_message, rates_message, tree_message, tree_of
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
-__all__ = ["ControlPlane"]
-
 KNOWN_KEYS = 1 << 16
 """Limit of the segments whose nodes are remembered for `get_prefix_tree` without requests; the oldest are forgotten."""
 KNOWN_REQUESTS = 256

@@ -14,8 +14,6 @@ from typing import Any
 
 from tokenlake.errors import TokenLakeError
 
-__all__ = ["NotRendered", "messages_for_template", "takes_parts", "tools_for_template"]
-
 ROLES = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
 BILLING_HEADER = "x-anthropic-billing-header"

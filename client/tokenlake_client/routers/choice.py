@@ -16,8 +16,6 @@ from tokenlake_client.routers.settings import RouterSettings
 from tokenlake_client.routers.tokens import Instance, LocalTokenizer, Prompt, RemoteTokenizer, TokenizerFailed, Tokens
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 
-__all__ = ["Candidate", "Choice", "Chooser", "Outcome"]
-
 MAX_TOKENS = 1 << 18
 """The daemon's limit of the tokens of a prompt. The rest of a longer prompt changes no choice and is not sent."""
 MAX_UNDER_WAY = 8192

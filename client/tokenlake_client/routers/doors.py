@@ -16,12 +16,10 @@ from typing import NamedTuple
 from tokenlake.config import Address, Peer
 from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, Refused, TokenLakeError, Unreachable
 from tokenlake.layout import Layout
-from tokenlake.local_socket import DEFAULT_NODE, sockets_to_try
+from tokenlake.wire.local_socket import DEFAULT_NODE, sockets_to_try
 from tokenlake_client.control import Certificates, Control
 from tokenlake_client.routers.settings import RouterSettings
 from tokenlake_proto.v1 import scheduling_pb2 as pb
-
-__all__ = ["REFRESH_S", "Door", "Doors", "Place"]
 
 REFRESH_S = 1.0
 """Seconds between two looks at each control plane, and least seconds for which one is not asked after a failure."""

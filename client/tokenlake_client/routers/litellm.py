@@ -29,8 +29,6 @@ from tokenlake_client.routers.metrics import Metrics
 from tokenlake_client.routers.settings import read_settings
 from tokenlake_client.routers.tokens import Instance, prompt_of
 
-__all__ = ["NODE", "WEIGHTS", "TokenLakeRouter", "plugin"]
-
 NODE = "tokenlake_node"
 """Key of a deployment's `model_info`: the node of the pool to whose daemon the instance is connected."""
 WEIGHTS = "tokenlake_weights"

@@ -6,8 +6,6 @@ from typing import Any
 
 from tokenlake_client.routers.choice import Choice, Outcome
 
-__all__ = ["Metrics"]
-
 BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 

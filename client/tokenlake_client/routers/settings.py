@@ -12,8 +12,6 @@ from tokenlake.config import ROUTER_PREFIX, Peer, kinds
 from tokenlake.config.setting import Setting, read
 from tokenlake.config.sources import of_environment
 
-__all__ = ["RouterSettings", "read_settings"]
-
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The plug-in's settings. `read_settings` makes this object and checks the values. Names end in their unit."""

@@ -17,8 +17,6 @@ import numpy as np
 from tokenlake.errors import TokenLakeError
 from tokenlake_client.routers.chat import NotRendered, messages_for_template, takes_parts, tools_for_template
 
-__all__ = ["Instance", "LocalTokenizer", "Prompt", "RemoteTokenizer", "TokenizerFailed", "Tokens", "prompt_of"]
-
 PAUSE_S = 5.0
 """Seconds for which an instance is not asked for tokens after it failed to give those of one word."""
 PROBE_S = 1.0

@@ -10,8 +10,6 @@ from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, empty_
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 
-__all__ = ["Kernel", "Slot"]
-
 Slot = Any
 """The bytes of one segment on the kernel's device, contiguous uint8, possibly read-only: a numpy array on a CPU, a
 torch tensor on a GPU."""

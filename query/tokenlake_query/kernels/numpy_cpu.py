@@ -9,8 +9,6 @@ import numpy as np
 from tokenlake.attention import Partial, Stored, as_float32, attend, merge
 from tokenlake_query.kernels.base import Kernel, Slot
 
-__all__ = ["NumpyKernel"]
-
 
 class NumpyKernel(Kernel):
     """The kernel that computes in numpy, one segment at a time in float64, and merges the results."""

@@ -29,8 +29,6 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_query.kernels.base import Kernel, Slot
 
-__all__ = ["TorchKernel"]
-
 GATHER_ROWS = 128
 """From this number of query rows per KV head on, keys and values are first copied into a contiguous scratch buffer.
 Copying a token takes as long as computing some twenty rows over it. Without the copy each segment has a partial result,

@@ -25,8 +25,6 @@ from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_query.kernels.base import Kernel, Slot
 from tokenlake_query.kernels.triton_launch import SMALLEST, Launch, launch_for, splits_for
 
-__all__ = ["TritonKernel"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIGNMENT = 16
 """Bytes that a thread loads at once. Slots begin at multiples of it, and a page table counts in it."""

@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from tokenlake.attention import AttentionShape
 
-__all__ = ["SHARED_BYTES", "SMALLEST", "Launch", "launch_for", "splits_for"]
-
 SMALLEST = 16
 """Least number of query rows, tokens and columns of a block that Triton's matrix product `tl.dot` accepts."""
 SHARED_BYTES = 227 << 10

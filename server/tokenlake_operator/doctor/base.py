@@ -9,8 +9,6 @@ import click
 
 from tokenlake_server.tables import print_rows
 
-__all__ = ["FOUND", "Finding", "Severity", "print_findings"]
-
 FOUND = 1
 """The exit status of a command where something was found."""
 Severity = Literal["error", "warning"]

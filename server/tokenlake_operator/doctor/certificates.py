@@ -13,10 +13,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake_operator.doctor.base import Finding
-from tokenlake_server.certificates import certificate_of, read_certificates, require_private, shown, signed
-from tokenlake_server.identity import node_uri
-
-__all__ = ["check_certificates"]
+from tokenlake_server.peers.certificates import certificate_of, read_certificates, require_private, shown, signed
+from tokenlake_server.peers.identity import node_uri
 
 SOON = datetime.timedelta(days=7)
 _USAGES = {

@@ -11,8 +11,6 @@ from tokenlake_operator.nodes import Node
 from tokenlake_operator.words import per_second, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 
-__all__ = ["compare"]
-
 SKEW_S = 1.0
 """Seconds of difference between two clocks from which on it is reported. Larger differences make certificates look
 expired and mix up the times in logs."""

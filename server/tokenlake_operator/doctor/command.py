@@ -25,12 +25,10 @@ from tokenlake_operator.doctor.settings import check_settings
 from tokenlake_operator.nodes import Node, reach_all
 from tokenlake_operator.reaching import Target, one_line, operates
 from tokenlake_operator.words import per_second, span
-from tokenlake_server.config_file import read_config_file, read_foreign_file
-from tokenlake_server.connected_process import credentials
-from tokenlake_server.local_socket import listens
+from tokenlake_server.engines.connected_process import credentials
+from tokenlake_server.engines.local_socket import listens
+from tokenlake_server.start.config_file import read_config_file, read_foreign_file
 from tokenlake_server.tables import print_rows
-
-__all__ = ["doctor", "examine"]
 
 MEASURE_S = 10.0
 """Seconds that all measurements take together, at 1 s each at most."""

@@ -10,8 +10,6 @@ from tokenlake.opaque_layout import AnyLayout, decode_layout
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.nodes import Node
 
-__all__ = ["check_layouts"]
-
 _CURES = {
     "weights_digest": "load the same weights and configuration in all engines, and restart those that loaded others",
     "dtype": "set the same dtype of the cache in all engines (vLLM: --kv-cache-dtype and --dtype)",

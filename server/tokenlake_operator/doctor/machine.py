@@ -12,13 +12,11 @@ from pathlib import Path
 from tokenlake.config import ServerConfig, format_size
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.words import amount
-from tokenlake_server.arena import MADV_POPULATE_WRITE
-from tokenlake_server.available_memory import RESERVE_BYTES, available_bytes, free_huge_pages, huge_pages_of
-from tokenlake_server.cgroups import PROC, rooms
-from tokenlake_server.connected_process import kernel_has_pidfds
-from tokenlake_server.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
-
-__all__ = ["Machine", "check_machine"]
+from tokenlake_server.engines.arena import MADV_POPULATE_WRITE
+from tokenlake_server.engines.connected_process import kernel_has_pidfds
+from tokenlake_server.start.available_memory import RESERVE_BYTES, available_bytes, free_huge_pages, huge_pages_of
+from tokenlake_server.start.cgroups import PROC, rooms
+from tokenlake_server.start.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
 
 PER_PROCESS = 2
 """Number of descriptors that the daemon needs for each process of an engine."""

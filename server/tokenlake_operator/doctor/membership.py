@@ -13,8 +13,6 @@ from tokenlake.config.kinds import is_loopback
 from tokenlake.errors import ConfigurationError, CredentialRefused, MembershipRefused, TokenLakeError
 from tokenlake_operator.doctor.base import Finding
 
-__all__ = ["check_membership"]
-
 ETCD_S = 3.0
 DIAL_S = 1.0
 AT_ONCE = 16

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from tokenlake.config import Address, Disk, ServerConfig, parse_address
 from tokenlake.errors import ListenerUntrusted
-from tokenlake.local_socket import check_place, directory_mode
+from tokenlake.wire.local_socket import check_place, directory_mode
 from tokenlake_operator.doctor.base import Finding
 from tokenlake_server.disk.device import RESERVE_BYTES
-from tokenlake_server.local_socket import ENGINES, is_shared, listens
-
-__all__ = ["check_directories", "check_ports", "check_sockets"]
+from tokenlake_server.engines.local_socket import ENGINES, is_shared, listens
 
 
 def check_ports(config: ServerConfig) -> Iterator[Finding]:

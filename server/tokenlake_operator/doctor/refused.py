@@ -8,8 +8,6 @@ from tokenlake_operator.doctor.base import Finding
 from tokenlake_operator.words import span
 from tokenlake_proto.v1 import admin_pb2 as pb
 
-__all__ = ["check_refused"]
-
 
 def check_refused(name: str, refused: Iterable[pb.RefusedEngine]) -> Iterator[Finding]:
     """Yield a finding for each reason for which processes of engines go without the pool. `name`: of the node.

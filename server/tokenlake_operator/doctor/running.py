@@ -10,8 +10,6 @@ from tokenlake_operator.nodes import Node
 from tokenlake_operator.words import amount, span
 from tokenlake_proto.v1 import admin_pb2 as pb
 
-__all__ = ["check_changed", "check_node"]
-
 UNUSABLE_SHARE = 0.05
 """Share of the memory that holds no segment from which on it is a warning."""
 REFUSED_SHARE = 0.01

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from tokenlake.config import ServerConfig, format_size, kinds, parse_address
 from tokenlake_operator.doctor.base import Finding
 
-__all__ = ["check_settings"]
-
 MODULES = (
     ("etcd", "grpc", "'tokenlake[etcd]'"),
     ("control", "grpc", "'tokenlake[control]'"),

@@ -16,10 +16,8 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import Answer, EvictionDone, Located
 from tokenlake.errors import Refused, TokenLakeError, Unreachable
 from tokenlake.wire import engine
-from tokenlake_server.driver import Driver
-from tokenlake_server.loop_share import LoopShare
-
-__all__ = ["Bridge"]
+from tokenlake_server.loop.driver import Driver
+from tokenlake_server.loop.loop_share import LoopShare
 
 SHARE_S = 0.0003
 """Seconds of one pass of the control loop that the calls of the control plane take together; the last of them may

@@ -7,8 +7,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-__all__ = ["FRESH_S", "Cached"]
-
 FRESH_S = 0.1
 """Seconds for which a value answers further calls: a snapshot of the daemon takes the control loop 0.3 ms."""
 T = TypeVar("T")

@@ -22,11 +22,9 @@ from cryptography import x509
 from tokenlake.config import Tenant
 from tokenlake.errors import CredentialRefused
 from tokenlake_proto.v1 import role_pb2
-from tokenlake_server.certificates import PeerCertificate, certificate_of, require_valid
-from tokenlake_server.identity import role_of, role_uri
-from tokenlake_server.tenants import Tenants
-
-__all__ = ["Caller", "Callers"]
+from tokenlake_server.engines.tenants import Tenants
+from tokenlake_server.peers.certificates import PeerCertificate, certificate_of, require_valid
+from tokenlake_server.peers.identity import role_of, role_uri
 
 TOKEN_KEY = "tokenlake-credential"
 """Name of the metadata with the token of a tenant."""

@@ -1,6 +1,6 @@
 """The service `Events`: streams of the changes of this node's segments and of the ring.
 
-All streams read one log (`tokenlake/store/changes.py`): a stream is a place in it, and a slow one costs no memory.
+All streams read one log (`tokenlake/memory/changes.py`): a stream is a place in it, and a slow one costs no memory.
 
 ::
 
@@ -19,17 +19,15 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import LimitReached
-from tokenlake.ring_record import RingRecord
-from tokenlake.store import Cursor, State
-from tokenlake.store.changes import Change
+from tokenlake.memory import Cursor, State
+from tokenlake.memory.changes import Change
 from tokenlake_proto.v1 import events_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.service import OutOfRange, Stream
-from tokenlake_server.driver import Driver
-
-__all__ = ["MAX_STREAMS", "Events"]
+from tokenlake_server.loop.driver import Driver
 
 MAX_STREAMS = 64
 """Limit of the streams at a time; of one caller a quarter of it."""

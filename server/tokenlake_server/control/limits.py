@@ -23,8 +23,6 @@ from typing import TypeVar
 from tokenlake.errors import LimitReached
 from tokenlake_server.control.callers import Caller
 
-__all__ = ["ADMIN_CALLS", "MAX_CALLS", "MAX_MESSAGE", "TENANT_CALLS", "Call", "Calls", "Room"]
-
 T = TypeVar("T")
 MAX_MESSAGE = 2 << 20
 """Limit of the bytes of a message of a caller."""

@@ -19,23 +19,28 @@ from tokenlake.core.orders import MAX_ORDERED
 from tokenlake.errors import LimitReached
 from tokenlake.keys import KEY_BYTES
 from tokenlake.location import shown_location
-from tokenlake.store import Kind
+from tokenlake.memory import Kind
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
-from tokenlake_server.control.messages import MAX_KEYS, MAX_NAME, activity_message, check_name, keys_of, layout_message
 from tokenlake_server.control.service import Unary
 from tokenlake_server.disk.tier import DiskTier
-from tokenlake_server.driver import Driver
-from tokenlake_server.engine_listener import EngineListener
+from tokenlake_server.engines.listener import EngineListener
+from tokenlake_server.loop.driver import Driver
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
-from tokenlake_server.peer_measurement import MAX_BYTES, MAX_S, PeerMeasurement
-from tokenlake_server.peer_states import PeerState
-from tokenlake_server.standing_orders import Drop, StandingOrders
-
-__all__ = ["Admin"]
+from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S, PeerMeasurement
+from tokenlake_server.peers.states import PeerState
+from tokenlake_server.scheduling.messages import (
+    MAX_KEYS,
+    MAX_NAME,
+    activity_message,
+    check_name,
+    keys_of,
+    layout_message,
+)
+from tokenlake_server.start.standing_orders import Drop, StandingOrders
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from tokenlake.errors import LimitReached
 
-__all__ = ["MAX_PARTS", "count_parts"]
-
 MAX_PARTS = 1 << 17
 """Limit of the messages, names and numbers in one message of a caller."""
 MAX_DEPTH = 16

@@ -24,15 +24,11 @@ from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.metrics import Level, Metric
 from tokenlake_proto.standard import health_pb2
 from tokenlake_proto.v1 import admin_pb2, events_pb2, role_pb2, scheduling_pb2
-from tokenlake_server.admin_thread import AdminThread
-from tokenlake_server.certificates import CertificateFiles
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
-from tokenlake_server.control.fleets import Fleets
 from tokenlake_server.control.limits import ADMIN_CALLS, MAX_CALLS, MAX_MESSAGE, Calls
 from tokenlake_server.control.operations import Admin
-from tokenlake_server.control.scheduling import Scheduling
 from tokenlake_server.control.service import (
     STALL_S,
     Context,
@@ -47,16 +43,18 @@ from tokenlake_server.control.service import (
 from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
 from tokenlake_server.control.work import Work
 from tokenlake_server.disk.tier import DiskTier
-from tokenlake_server.driver import Driver
-from tokenlake_server.engine_listener import EngineListener
-from tokenlake_server.local_socket import prepare
+from tokenlake_server.engines.listener import EngineListener
+from tokenlake_server.engines.local_socket import prepare
+from tokenlake_server.engines.tenants import Tenants
+from tokenlake_server.loop.admin_thread import AdminThread
+from tokenlake_server.loop.driver import Driver
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
-from tokenlake_server.peer_measurement import PeerMeasurement
-from tokenlake_server.standing_orders import StandingOrders
-from tokenlake_server.tenants import Tenants
-
-__all__ = ["ControlServer"]
+from tokenlake_server.peers.certificates import CertificateFiles
+from tokenlake_server.peers.measurement import PeerMeasurement
+from tokenlake_server.scheduling.fleets import Fleets
+from tokenlake_server.scheduling.service import Scheduling
+from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 

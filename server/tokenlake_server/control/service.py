@@ -35,20 +35,6 @@ from tokenlake_server.control.limits import Call, Calls
 from tokenlake_server.control.parts import count_parts
 from tokenlake_server.control.work import Work
 
-__all__ = [
-    "CALL_S",
-    "STALL_S",
-    "Context",
-    "OutOfRange",
-    "Serving",
-    "Stream",
-    "Unary",
-    "abort_with",
-    "handlers_of",
-    "read",
-    "require_role",
-]
-
 log = logging.getLogger(__name__)
 
 CALL_S = 15.0

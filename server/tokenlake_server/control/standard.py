@@ -23,8 +23,6 @@ from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.service import Stream, Unary
 
-__all__ = ["HEALTH", "REFLECTION", "Health", "Reflection"]
-
 HEALTH = "grpc.health.v1"
 REFLECTION = ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 WATCH_S = 1.0

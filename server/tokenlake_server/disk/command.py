@@ -38,8 +38,6 @@ from tokenlake_server.disk.store import (
 from tokenlake_server.disk.table import BLOCK_BYTES
 from tokenlake_server.tables import print_rows
 
-__all__ = ["disk"]
-
 _path = click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 ATTEMPTS = 5

@@ -46,15 +46,13 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import split_keys, unpack_slots
-from tokenlake_server.arena import Arena
-from tokenlake_server.contents import Contents
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import Files, no_space
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
 from tokenlake_server.disk.store import OWN_BYTES, DiskStore, Place, WrongKeys, files_bytes
-from tokenlake_server.standing_orders import StandingOrders
-
-__all__ = ["RESERVE_BYTES", "THREADS", "Device", "DeviceState", "Patience", "Surroundings", "measure"]
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.engines.contents import Contents
+from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 

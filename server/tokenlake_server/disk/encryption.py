@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-__all__ = ["NO_KEY", "SALT_BYTES", "TAG_BYTES", "DiskKeys", "nonce"]
-
 NO_KEY = 0
 """The number of no key: the segment is not encrypted."""
 SALT_BYTES = 32

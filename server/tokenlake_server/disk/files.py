@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["NO_SPACE", "DirectoryFiles", "DirectoryInUse", "File", "Files", "no_space"]
-
 LOCK = "lock"
 """Name of the file that a daemon locks, so that no other process writes to the directory."""
 

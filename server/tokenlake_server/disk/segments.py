@@ -32,8 +32,6 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake_server.disk.encryption import NO_KEY, SALT_BYTES, TAG_BYTES, DiskKeys, nonce
 from tokenlake_server.disk.files import File
 
-__all__ = ["Header", "Mismatch", "SegmentIO", "Stored", "StoredSegment", "aligned_memory"]
-
 _MAGIC = b"tlplace2"
 _FIXED = struct.Struct(f"<8sIIIHHQ32s32s{NOTE_BYTES}sI")
 """Magic, number of the key, slot, generation, shards, chunks, slot_bytes, key, salt, note, bytes of the sealed part."""

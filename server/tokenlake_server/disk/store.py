@@ -5,7 +5,7 @@ The directory has these files, all with mode 0600::
     tokenlake-disk.json   version of the format, cluster, node; whether segments are encrypted (two equal copies)
     slab-N                the places of one tenant and slot size (`segments`)
     table-N               the records of these places (`table`)
-    orders                orders of operators (`tokenlake_server.standing_orders`)
+    orders                orders of operators (`tokenlake_server.start.standing_orders`)
     lock                  locked by the daemon that uses the directory
     aside-K-...           files of another version or cluster, which no daemon uses
 
@@ -50,7 +50,7 @@ from tokenlake_server.disk.table import (
     table_bytes,
     write_records,
 )
-from tokenlake_server.standing_orders import FILE, Drop
+from tokenlake_server.start.standing_orders import FILE, Drop
 
 __all__ = [
     "FORMAT",

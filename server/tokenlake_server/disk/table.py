@@ -26,22 +26,6 @@ from tokenlake.disk.places import ALIGNMENT, NOTE_BYTES, RECORD_BYTES
 from tokenlake.keys import KEY_BYTES
 from tokenlake_server.disk.files import File
 
-__all__ = [
-    "BLOCK_BYTES",
-    "RECORD",
-    "STORED",
-    "Records",
-    "Scanned",
-    "Slab",
-    "pack_slab",
-    "read_sound",
-    "read_slab",
-    "scan",
-    "seal",
-    "table_bytes",
-    "write_records",
-]
-
 BLOCK_BYTES = 4096
 """Bytes of the identity in front of a slab and of its table."""
 RECORD = np.dtype(

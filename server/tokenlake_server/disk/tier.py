@@ -17,15 +17,13 @@ from tokenlake.core.instructions import AbortFetch, DiskErase, DiskForget, DiskR
 from tokenlake.disk.tier import SlabUse
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Level, Metric
-from tokenlake_server.arena import Arena
-from tokenlake_server.contents import Contents
 from tokenlake_server.disk.device import Device, DeviceState, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
-from tokenlake_server.driver import Driver, Sink
-from tokenlake_server.standing_orders import Drop, StandingOrders
-
-__all__ = ["DiskTier", "disk_gauges"]
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.engines.contents import Contents
+from tokenlake_server.loop.driver import Driver, Sink
+from tokenlake_server.start.standing_orders import Drop, StandingOrders
 
 log = logging.getLogger(__name__)
 

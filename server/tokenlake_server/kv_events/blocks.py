@@ -23,8 +23,6 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-__all__ = ["ENTRY_BYTES", "MAX_PENDING_BYTES", "ROOT_S", "Blocks", "charge_of"]
-
 MAX_PENDING_BYTES = 16 << 20
 """Limit of the contents of segments that are not READY, because they are still to come or have left, of one stream; the
 oldest are dropped beyond it."""

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["ENCODINGS", "AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "encode"]
-
 ENCODINGS = ("map", "array")
 
 

@@ -21,13 +21,11 @@ from pathlib import Path
 
 from tokenlake.config import Address, kinds
 from tokenlake.errors import ProtocolRefused
+from tokenlake_server.engines.local_socket import listen
 from tokenlake_server.kv_events.peer_user import peer_user
 from tokenlake_server.kv_events.reader import Reader, Refuse
-from tokenlake_server.local_socket import listen
-from tokenlake_server.repeated_warning import RepeatedWarning
-from tokenlake_server.start_errors import address_error
-
-__all__ = ["MAX_READERS", "MAX_READERS_OF_ALL", "MAX_READERS_OF_ONE", "Listener", "Room"]
+from tokenlake_server.loop.repeated_warning import RepeatedWarning
+from tokenlake_server.start.start_errors import address_error
 
 _LINGER_0 = struct.pack("ii", 1, 0)
 

@@ -6,8 +6,6 @@ import ipaddress
 import socket
 import struct
 
-__all__ = ["peer_user"]
-
 _CREDENTIALS = struct.Struct("iII")
 _DIAGNOSE, _REQUEST = 20, 1  # SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST
 _NETLINK_SOCK_DIAG = 4

@@ -1,4 +1,4 @@
-"""Publishes the log of changes (`tokenlake/store/changes.py`) to routers, in the admin thread.
+"""Publishes the log of changes (`tokenlake/memory/changes.py`) to routers, in the admin thread.
 
 ::
 
@@ -29,18 +29,16 @@ from tokenlake.config import KvEventStream, ServerConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.log_lines import one_line
+from tokenlake.memory import Cursor, State
 from tokenlake.metrics import Level, Metric
-from tokenlake.store import Cursor, State
-from tokenlake_server.admin_thread import AdminThread
-from tokenlake_server.contents import Contents, StreamState
-from tokenlake_server.driver import Driver
+from tokenlake_server.engines.contents import Contents, StreamState
 from tokenlake_server.kv_events.blocks import MAX_PENDING_BYTES, Blocks, charge_of
 from tokenlake_server.kv_events.encoding import AllBlocksCleared, Event, encode
 from tokenlake_server.kv_events.listener import MAX_READERS, MAX_READERS_OF_ALL, MAX_READERS_OF_ONE, Room
 from tokenlake_server.kv_events.replay import Replay
 from tokenlake_server.kv_events.sockets import Sockets
-
-__all__ = ["KvEvents"]
+from tokenlake_server.loop.admin_thread import AdminThread
+from tokenlake_server.loop.driver import Driver
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake_server.kv_events.replay import Replay
 from tokenlake_server.kv_events.zmtp import Incoming, message, opening
 
-__all__ = ["MAX_REPLAYS", "EventReader", "Published", "Reader", "ReplayReader"]
-
 log = logging.getLogger(__name__)
 
 MAX_REPLAYS = 8

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["Replay"]
-
 
 class Replay:
     """A bounded list of messages with consecutive sequence numbers."""

@@ -12,8 +12,6 @@ from tokenlake_server.kv_events.listener import Listener, Room
 from tokenlake_server.kv_events.reader import EventReader, Published, ReplayReader
 from tokenlake_server.kv_events.replay import Replay
 
-__all__ = ["Sockets"]
-
 
 class Sockets:
     """Used in one thread only, on its event loop."""

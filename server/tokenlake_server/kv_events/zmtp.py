@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from tokenlake.errors import ProtocolRefused
 
-__all__ = ["MAX_FRAME_BYTES", "Incoming", "message", "opening"]
-
 MAX_FRAME_BYTES = 1024
 """Limit of a frame from the other side."""
 MAX_FRAMES = 8

@@ -8,9 +8,7 @@ from typing import Protocol
 import msgspec
 
 from tokenlake.config import Address
-from tokenlake.ring_record import Member, RingRecord
-
-__all__ = ["Account", "Members", "Membership", "MembershipState", "OnMembers", "alone"]
+from tokenlake.directory.ring_record import Member, RingRecord
 
 
 class Account(msgspec.Struct, frozen=True):

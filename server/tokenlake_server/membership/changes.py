@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused
-from tokenlake.ring_record import RingRecord
 from tokenlake_server.membership.stored import Stored
-
-__all__ = ["draining", "removed"]
 
 
 def draining(cluster: str, node: str, *, alive: bool = False) -> Callable[[Stored], RingRecord]:

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from tokenlake.config import Address, ServerConfig
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import TokenLakeError
-from tokenlake.ring_record import RingRecord
-from tokenlake_server.admin_thread import AdminThread
+from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.membership.base import Account, Members, MembershipState, OnMembers, alone
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, on_any
 from tokenlake_server.membership.keeper import Keeper
 from tokenlake_server.membership.stored import Registration, Stored, change
-
-__all__ = ["EtcdMembership"]
 
 CHANGE_S = 10.0
 """Seconds that `drain` and `remove` may take."""

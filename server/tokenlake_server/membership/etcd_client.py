@@ -22,8 +22,6 @@ from tokenlake.config import Address, Secret, ServerConfig
 from tokenlake.errors import ConfigurationError, CredentialRefused, MembershipRefused, TokenLakeError, Unreachable
 from tokenlake_server.membership import etcd_subset_pb2 as pb
 
-__all__ = ["Access", "Etcd", "Put", "Read", "on_any"]
-
 CALL_S = 2.0
 """Seconds that a call may take. A frozen member of etcd answers nothing, so the next one is asked after this time."""
 PROGRESS_S = 1.0

@@ -34,8 +34,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from tokenlake.config import Address
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused, TokenLakeError
-from tokenlake.ring_record import RingRecord
+from tokenlake_server.loop.repeated_warning import RepeatedWarning
 from tokenlake_server.membership.base import Account, Members, MembershipState, alone
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
 from tokenlake_server.membership.stored import (
@@ -50,9 +51,6 @@ from tokenlake_server.membership.stored import (
     ring_key,
     virtual_nodes,
 )
-from tokenlake_server.repeated_warning import RepeatedWarning
-
-__all__ = ["LEASE_S", "Keeper"]
 
 log = logging.getLogger(__name__)
 

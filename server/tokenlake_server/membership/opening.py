@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from tokenlake.config import ServerConfig
-from tokenlake_server.admin_thread import AdminThread
+from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.membership.base import Membership
 from tokenlake_server.membership.static import StaticMembership
-from tokenlake_server.start_errors import ModuleMissing
-
-__all__ = ["open_membership"]
+from tokenlake_server.start.start_errors import ModuleMissing
 
 
 def open_membership(

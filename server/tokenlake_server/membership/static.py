@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from tokenlake.config import Address, ServerConfig
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused
-from tokenlake.ring_record import RingRecord
 from tokenlake_server.membership.base import Account, Members, MembershipState, OnMembers
-
-__all__ = ["StaticMembership", "static_members"]
 
 _NEEDS_ETCD = (
     "the members of this node are a list in its settings ('peers'), which no command changes: edit 'peers' on all "

@@ -21,25 +21,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokenlake.config import Address, kinds, parse_address
+from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused
-from tokenlake.ring_record import RingRecord
 from tokenlake_server.membership.base import Account
 from tokenlake_server.membership.etcd_client import Etcd, Put, Read
-
-__all__ = [
-    "MAX_VIRTUAL_NODES",
-    "Registration",
-    "Stored",
-    "change",
-    "decode_ring",
-    "encode_ring",
-    "node_key",
-    "parse",
-    "prefix_of",
-    "provers",
-    "ring_key",
-    "virtual_nodes",
-]
 
 MAX_VIRTUAL_NODES = 1 << 18
 """Limit of a record's virtual nodes: building a ring of them takes a few seconds. A record that asks for more was not

@@ -27,8 +27,8 @@ from tests.sim.prompts import prompt
 from tokenlake.core.report import explain
 from tokenlake.core.report.account import ENGINE_HAD
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.store import Kind
-from tokenlake.store.removals import MAX_REMOVALS, Removal, RemovalLog
+from tokenlake.memory import Kind
+from tokenlake.memory.removals import MAX_REMOVALS, Removal, RemovalLog
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import Funnel, MissReason
 from tokenlake.wire.slots import join_keys

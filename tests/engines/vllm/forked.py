@@ -13,8 +13,6 @@ from typing import IO
 
 from tokenlake_testing.engine_lines import ENVIRONMENT, Child, Engine, main
 
-__all__ = ["ForeignBackend", "ForkedEngine", "answers", "refusals"]
-
 PRELOADED = "tests.engines.vllm.preloaded"
 
 

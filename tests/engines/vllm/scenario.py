@@ -14,8 +14,6 @@ from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-__all__ = ["Three", "check_scenario", "three"]
-
 TIMEOUT_S = 60.0
 
 

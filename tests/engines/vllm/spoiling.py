@@ -13,8 +13,6 @@ from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-__all__ = ["spoil", "spoil_all", "tracebacks"]
-
 REGIONS = 64
 """A bound on the numbers of a node's regions."""
 

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from tokenlake_client.engines.vllm.offloading.chunks import blocks_per_chunk
-from tokenlake_server.models import MODELS, ModelCache
+from tokenlake_server.start.models import MODELS, ModelCache
 
 BLOCK = 16
 

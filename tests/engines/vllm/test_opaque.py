@@ -17,7 +17,7 @@ from tests.engines.vllm.forked import ForkedEngine, answers, refusals
 from tests.engines.vllm.spoiling import spoil_all, tracebacks
 from tests.engines.vllm.test_starts import DECLINED
 from tests.robustness.live import wait_until
-from tokenlake_server.models import ModelCache
+from tokenlake_server.start.models import ModelCache
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_hybrid, save_latent, save_mistral, save_sliding_window

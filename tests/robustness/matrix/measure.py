@@ -18,8 +18,6 @@ from tokenlake.hints import Hints
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 
-__all__ = ["MATCH_S", "Asker", "Outcome", "asking"]
-
 T = TypeVar("T")
 
 MATCH_S = 1.0

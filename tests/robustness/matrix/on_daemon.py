@@ -8,8 +8,6 @@ from tests.robustness.matrix.proxy import Cut, Trickle
 from tests.robustness.matrix.world import world
 from tokenlake.wire import Code
 
-__all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "full", "killed", "slow", "stopped"]
-
 
 def killed(seed: int) -> Outcome:
     """Engines of both nodes read; a fetched lease stays readable; the daemon restarts."""

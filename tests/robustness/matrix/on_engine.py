@@ -15,19 +15,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
-from tokenlake_server.engine_connection import HELLO_BYTES
-
-__all__ = [
-    "cut_in_body",
-    "cut_in_header",
-    "flood",
-    "flipped_in_arena",
-    "flipped_on_wire",
-    "full",
-    "killed",
-    "slow",
-    "stopped",
-]
+from tokenlake_server.engines.connection import HELLO_BYTES
 
 HELD = 6
 """Number of segments that the engine has leased when the fault occurs; it has reserved as many."""

@@ -8,20 +8,6 @@ from tests.robustness.matrix.proxy import Cut, Direction, Drop, Flip, Trickle
 from tests.robustness.matrix.world import World, world
 from tokenlake.wire import Code
 
-__all__ = [
-    "bulk_dead",
-    "bulk_headers",
-    "bulk_one_way",
-    "cut_in_header",
-    "cut_in_payload",
-    "flipped_in_arena",
-    "flipped_on_wire",
-    "full",
-    "killed",
-    "slow",
-    "stopped",
-]
-
 TRANSFERS = 'tokenlake_map_entries{map="transfers"}'
 DIRECTIONS: tuple[Direction, ...] = ("down", "up")
 

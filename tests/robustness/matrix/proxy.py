@@ -18,8 +18,6 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import HEADER_BYTES, Code, peer
 from tokenlake.wire.frames import decode
 
-__all__ = ["Cut", "Direction", "Drop", "Fault", "Flip", "Proxy", "Trickle"]
-
 CHUNK = 64 << 10
 TICK_S = 0.01
 MAX_DESCRIPTORS = 4

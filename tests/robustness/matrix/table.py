@@ -9,8 +9,6 @@ from tests.robustness.live import LIMIT_S
 from tests.robustness.matrix import on_daemon, on_engine, on_peer
 from tests.robustness.matrix.measure import Outcome
 
-__all__ = ["CELLS", "FOUND", "MEANINGLESS", "Cell"]
-
 ANY = 1 << 30
 
 

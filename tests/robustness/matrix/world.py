@@ -24,8 +24,6 @@ from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
-__all__ = ["World", "world"]
-
 PROMPTS = 12
 SEGMENTS = 4
 FRESH = 24

@@ -13,8 +13,6 @@ from tokenlake_server.ca import issue
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 
-__all__ = ["CALL_S", "certificates", "local", "raw", "remote", "served", "socket_of"]
-
 CALL_S = 20.0
 """Limit of a call in a test: on a busy machine a daemon may not run for seconds."""
 

@@ -20,7 +20,7 @@ from tokenlake.errors import ConfigurationError, CredentialRefused, Unreachable
 from tokenlake_client import Pool
 from tokenlake_client.control import Certificates, Control
 from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
-from tokenlake_server.identity import role_of
+from tokenlake_server.peers.identity import role_of
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live

@@ -15,8 +15,8 @@ from tokenlake.planner.router import Prefill, Start
 pytest.importorskip("grpc")
 
 from tokenlake_proto.v1 import scheduling_pb2 as pb
-from tokenlake_server.control import fleets
-from tokenlake_server.control.fleets import Fleet, Fleets
+from tokenlake_server.scheduling import fleets
+from tokenlake_server.scheduling.fleets import Fleet, Fleets
 
 TENANT = Tenant(name="red", secret=b"x" * 32)
 

@@ -15,7 +15,7 @@ from tokenlake_proto.v1 import role_pb2
 from tokenlake_server.control import limits
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.limits import ADMINS, Calls, Room
-from tokenlake_server.tenants import Tenants
+from tokenlake_server.engines.tenants import Tenants
 
 TENANTS = Tenants(
     ServerConfig(tenants=tuple(Tenant(name=name, secret=name.encode() * 8, tokens=(name,)) for name in ("red", "blue")))

@@ -11,7 +11,7 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Rates, Request, gen_plans, grow
 from tokenlake_client.control import messages as of_client
 from tokenlake_proto.v1 import scheduling_pb2 as pb
-from tokenlake_server.control import messages
+from tokenlake_server.scheduling import messages
 
 TOKENS = 16
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)

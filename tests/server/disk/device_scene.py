@@ -16,12 +16,12 @@ from tokenlake.core.events import Event
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskRead, DiskTrim, DiskWrite
 from tokenlake.disk.places import Place, pack_places
 from tokenlake.wire.slots import SlotRef
-from tokenlake_server.arena import Arena
-from tokenlake_server.contents import Contents
 from tokenlake_server.disk.device import Device, Patience, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import Files
-from tokenlake_server.standing_orders import StandingOrders
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.engines.contents import Contents
+from tokenlake_server.start.standing_orders import StandingOrders
 
 E = TypeVar("E")
 REGION_BYTES = 16 << 20

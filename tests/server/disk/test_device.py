@@ -25,7 +25,7 @@ from tokenlake.wire import Code
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.store import OWN_BYTES
-from tokenlake_server.standing_orders import Drop, StandingOrders
+from tokenlake_server.start.standing_orders import Drop, StandingOrders
 
 LOCAL, LOST, COMMITTED, BAD = Code.LOCAL, Code.LOST, Code.COMMITTED, Code.BAD_CHECKSUM
 SEGMENTS = [entry(number, number) for number in range(5)]

@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import zmq
 
-__all__ = ["Llmd", "Subscriber"]
-
 FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
     "BlockRemoved": ("block_hashes", "medium"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake.store import changes, store
+from tokenlake.memory import changes, store
 from tokenlake_server.cli import serve
 from tokenlake_server.kv_events import publisher
 

@@ -17,9 +17,6 @@ from tokenlake.config import ServerConfig, load_config
 from tokenlake.config.values import KvEventStream
 from tokenlake.core import NodeCore
 from tokenlake.identity import SegmentKey
-from tokenlake_server.admin_thread import AdminThread
-from tokenlake_server.daemon import core_config
-from tokenlake_server.driver import Driver
 from tokenlake_server.kv_events import listener, publisher
 from tokenlake_server.kv_events.blocks import ENTRY_BYTES
 from tokenlake_server.kv_events.publisher import (
@@ -31,6 +28,9 @@ from tokenlake_server.kv_events.publisher import (
     REFUSED_READERS,
     KvEvents,
 )
+from tokenlake_server.loop.admin_thread import AdminThread
+from tokenlake_server.loop.driver import Driver
+from tokenlake_server.start.daemon import core_config
 
 CONTENT = bytes(MAX_INBOX_BYTES // 2 + 1)
 

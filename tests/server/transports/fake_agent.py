@@ -6,9 +6,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-from tokenlake_server.transports.nixl_agent import NotStarted, Span, State
-
-__all__ = ["FakeAgent", "Fabric"]
+from tokenlake_server.nixl.agent import NotStarted, Span, State
 
 
 class _Read:

@@ -16,22 +16,20 @@ from tests.server.transports.fake_agent import Fabric
 from tokenlake.config import Address
 from tokenlake.core.events import Event, FetchDone, FetchSettled, PullRequested, SendDone
 from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
-from tokenlake.store.region import RegionShape
+from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SlotRef
-from tokenlake_server.arena import Arena
-from tokenlake_server.blocking_sockets import read_frame
-from tokenlake_server.bulk_receiver import BulkReceiver
-from tokenlake_server.bulk_sender import BulkSender
-from tokenlake_server.handshake import NONCE_BYTES, Acceptor, PeerIdentity
-from tokenlake_server.peer_addresses import PeerAddresses
-from tokenlake_server.transports.choice import Transports
-from tokenlake_server.transports.nixl import Nixl
-from tokenlake_server.transports.nixl_agent import Agent
-from tokenlake_server.transports.tcp import Tcp
-
-__all__ = ["Node", "Pair", "pair"]
+from tokenlake_server.bulk.blocking_sockets import read_frame
+from tokenlake_server.bulk.choice import Transports
+from tokenlake_server.bulk.receiver import BulkReceiver
+from tokenlake_server.bulk.sender import BulkSender
+from tokenlake_server.bulk.tcp import Tcp
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.nixl.agent import Agent
+from tokenlake_server.nixl.transport import Nixl
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, PeerIdentity
 
 REGION = 64 << 20
 NETWORKS = ("a network",)

@@ -10,10 +10,10 @@ import pytest
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, ProtocolRefused
 from tokenlake.wire import peer
-from tokenlake_server.arena import Arena
-from tokenlake_server.transports import choice
-from tokenlake_server.transports.choice import Transports, open_transports
-from tokenlake_server.transports.tcp import Tcp
+from tokenlake_server.bulk import choice
+from tokenlake_server.bulk.choice import Transports, open_transports
+from tokenlake_server.bulk.tcp import Tcp
+from tokenlake_server.engines.arena import Arena
 
 SMALL: dict[str, Any] = {"memory": 1 << 20, "region_size": 1 << 20}
 

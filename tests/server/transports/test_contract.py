@@ -11,7 +11,7 @@ from tests.robustness.live import LIMIT_S, wait_until
 from tests.server.transports.fake_agent import Fabric
 from tests.server.transports.pair import Pair, pair
 from tokenlake.wire import Code
-from tokenlake_server.transports.nixl_agent import library
+from tokenlake_server.nixl.agent import library
 
 Make = Callable[[int, int, int], contextlib.AbstractContextManager[Pair]]
 

@@ -16,9 +16,9 @@ from tests.server.transports.pair import NETWORKS, Pair, pair
 from tokenlake.core.events import FetchDone
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import SlotRef
-from tokenlake_server.arena import Arena
-from tokenlake_server.transports import nixl as module
-from tokenlake_server.transports.nixl_read import PIECE_BYTES
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.nixl import transport as module
+from tokenlake_server.nixl.read import PIECE_BYTES
 
 SIZE, COUNT = PIECE_BYTES, 6
 """Each segment is a piece of its own."""

@@ -26,18 +26,6 @@ from tokenlake.identity import TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.wire.funnel import MissReason
 
-__all__ = [
-    "ASKED",
-    "ENGINE_HAD",
-    "READ_BYTES",
-    "SAVED",
-    "SUPPLIED",
-    "Account",
-    "Source",
-    "begin_tenant",
-    "check_integrity",
-]
-
 ASKED = Metric(
     "tokenlake_asked_tokens_total",
     "Tokens that engines asked for, counted when they release the match: those of full segments and, where the engine "

@@ -20,19 +20,17 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+from tokenlake.core.cluster.peers import Peers, Reply
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
-from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.report.account import Account, Lost
 from tokenlake.core.report.misses import only_other_layouts, reason_of
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store.removals import CACHED_RULE, Removal
+from tokenlake.memory.removals import CACHED_RULE, Removal
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
-
-__all__ = ["Explain", "RecentRequest", "Trail"]
 
 MAX_TRAILS = 1024
 """Maximum number of requests that are remembered for `tokenlake explain`; the oldest are forgotten first."""

@@ -9,25 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenlake.core.peers import Peers
+from tokenlake.core.cluster.peers import Peers
 from tokenlake.identity import NodeId, TenantId
+from tokenlake.memory import SegmentStore
 from tokenlake.metrics import Counters, Metric
-from tokenlake.store import SegmentStore
 from tokenlake.wire import Code
 from tokenlake.wire.funnel import MissReason
-
-__all__ = [
-    "MISSED",
-    "NO_NODES",
-    "Beyond",
-    "UnheardNodes",
-    "unheard_nodes",
-    "begin_tenant",
-    "count_beyond",
-    "count_missed",
-    "only_other_layouts",
-    "reason_of",
-]
 
 MISSED = Metric(
     "tokenlake_missed_tokens_total",

@@ -16,8 +16,6 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 
-__all__ = ["FINAL_S", "MAX_REFUSED", "REFUSED", "RETRIED", "Refusals"]
-
 REFUSED = Metric(
     "tokenlake_refused_segments_total",
     "Segments that were not stored because their engine got no slot, by the code of the last refusal, 5 s after it",

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["BackgroundQueue"]
-
 T = TypeVar("T")
 
 

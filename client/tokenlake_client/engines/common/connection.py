@@ -9,8 +9,6 @@ from collections.abc import Callable
 from tokenlake.errors import Refused
 from tokenlake_client.engines.common.pool import CachePool
 
-__all__ = ["Connection"]
-
 RETRY_S = 1.0
 """Seconds between two attempts to connect to the daemon, and after a call that failed, so that a dead daemon delays at
 most one request a second."""

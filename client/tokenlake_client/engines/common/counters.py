@@ -6,8 +6,6 @@ import dataclasses
 import threading
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Counters"]
-
 C = TypeVar("C")
 
 

@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from tokenlake_client.engines.common.connection import Connection
 
-__all__ = ["declined"]
-
 
 def declined(socket: str | Path | None, daemon_uid: int | None, reason: str) -> Connection:
     """A connection that is never made. At the start, and later when `get` is called, at most every 30 s, it tells the

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FACTOR", "LEAST_S", "LONGEST_S", "NO_WAIT", "InFlightWait", "wait_for"]
-
 FACTOR = 1.5
 """Limit of the wait for another engine, as a multiple of the time that this engine is predicted to take for the missing
 segments."""

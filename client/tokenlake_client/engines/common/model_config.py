@@ -13,8 +13,6 @@ from typing import Any
 
 from tokenlake.errors import LayoutRefused
 
-__all__ = ["check_config", "position_of"]
-
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """The supported kinds of rotary position encoding: their rotation depends on a token's position alone. That of
 `dynamic` and `longrope` also depends on the length of the sequence, so the cached keys of a prefix would change as the

@@ -16,8 +16,6 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
 from tokenlake_client.match import MatchOptions
 
-__all__ = ["UNNAMED", "CacheLease", "CachePool", "PrefixView", "QueryPool", "RequestInfo"]
-
 
 class CacheLease(Protocol):
     """A promise of the pool not to evict some segments until they are released."""

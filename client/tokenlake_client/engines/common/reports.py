@@ -8,8 +8,6 @@ from typing import Any
 
 from tokenlake_client.engines.common.counters import Counters
 
-__all__ = ["Reports"]
-
 MAX_MESSAGES = 64
 """The number of distinct messages of one kind that are logged. Later messages are only counted."""
 

@@ -19,18 +19,6 @@ from numpy.typing import NDArray
 
 from tokenlake.layout import QUANTISED_DTYPES, Layout
 
-__all__ = [
-    "SLOT_DTYPES",
-    "TORCH_DTYPES",
-    "LayerPair",
-    "layer_elements",
-    "sides_of",
-    "slot_flat",
-    "slot_tensors",
-    "slot_whole",
-    "stacked",
-]
-
 TORCH_DTYPES: dict[str, Any] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

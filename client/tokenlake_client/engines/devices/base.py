@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Device", "DeviceFailed", "DeviceMemory", "Stream"]
-
 
 class DeviceFailed(RuntimeError):
     """A call of the device's driver failed; the message has the call and the driver's name of the error."""

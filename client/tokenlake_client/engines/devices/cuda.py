@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from tokenlake_client.engines.devices.base import DeviceFailed, DeviceMemory, Stream
 from tokenlake_client.engines.devices.cuda_driver import CudaDriver
 
-__all__ = ["CudaDevice"]
-
 log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from tokenlake_client.engines.devices.base import DeviceFailed
 
-__all__ = ["CudaDriver"]
-
 READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 """CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED."""
 PORTABLE, READ_ONLY = 0x01, 0x08

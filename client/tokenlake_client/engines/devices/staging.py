@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from tokenlake_client.engines.devices.base import Device, Stream
 from tokenlake_client.mapped_memory import mapped_memory_of
 
-__all__ = ["Staging"]
-
 
 class Staging:
     """The stream and the buffer of each thread that copies. Several threads may use it.

@@ -19,8 +19,6 @@ from transformers.cache_utils import DynamicCache
 from tokenlake_client.engines.transformers.cache import CacheShape
 from tokenlake_client.engines.transformers.partial_attention import attend_own
 
-__all__ = ["Attending", "QueryShape", "attending", "query_shape"]
-
 NAME = "tokenlake"
 PROBE_TOKENS = 8
 UNCONCERNED = frozenset((

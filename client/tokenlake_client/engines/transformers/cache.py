@@ -21,8 +21,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from tokenlake_client.engines.transformers.segment_copy import LayerPair
 
-__all__ = ["CacheShape", "RoomyCache", "RoomyLayer", "allocate", "row_cache"]
-
 SHARED_LAYERS = 4
 """Layers in one allocation. It is freed when the last of them has been enlarged: with all layers in one, an answer that
 outgrows its cache would need the memory of two caches."""

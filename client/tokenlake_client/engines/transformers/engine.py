@@ -37,8 +37,6 @@ from tokenlake_client.engines.transformers.shipping import Shipment, Shipping
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 from tokenlake_client.weights import digest_of_version
 
-__all__ = ["Prefill", "TokenLakeEngine"]
-
 logger = logging.getLogger("tokenlake.transformers")
 
 MAX_EXPECTED_TOKENS = 1024

@@ -27,8 +27,6 @@ from tokenlake_client.engines.transformers.cache import CacheShape
 from tokenlake_client.engines.transformers.request import has_adapters
 from tokenlake_client.weights import digest_of_directory, digest_of_tensors, weight_files
 
-__all__ = ["cache_shape", "check_model", "layout_of", "weights_digest_of"]
-
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Settings that the weights digest leaves out, because they do not change the computation; the dtype has a field of its
 own in the layout."""

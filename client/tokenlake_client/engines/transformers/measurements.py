@@ -15,8 +15,6 @@ from tokenlake.layout import Layout
 from tokenlake.planner import Rates, fetch_limit_s
 from tokenlake_client.engines.common.in_flight import LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
 
-__all__ = ["Measurements"]
-
 
 class Measurements:
     """Adds measured times to `rates`, from which the planner predicts. For one thread."""

@@ -8,8 +8,6 @@ from typing import Literal, get_args
 from tokenlake.errors import ConfigurationError
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 
-__all__ = ["EngineOptions"]
-
 Mode = Literal["auto", "fetch", "ship"]
 
 

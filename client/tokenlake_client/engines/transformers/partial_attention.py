@@ -13,8 +13,6 @@ import torch
 
 from tokenlake.attention.torch_merge import RunningMerge
 
-__all__ = ["Part", "attend", "attend_own", "merge", "merge_rows"]
-
 MAX_LOGITS = 1 << 24
 """The largest number of logits that are materialised at a time."""
 

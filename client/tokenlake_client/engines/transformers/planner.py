@@ -29,8 +29,6 @@ from tokenlake_client.engines.common.pool import CachePool
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.rows import Row
 
-__all__ = ["BatchPlanner"]
-
 RETRY_S = 30.0
 """Seconds until plans ship queries again after no query engine was found."""
 

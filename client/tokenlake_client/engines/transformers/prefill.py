@@ -28,8 +28,6 @@ from tokenlake_client.engines.transformers.segment_copy import LayerPair, Segmen
 from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 
-__all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
-
 Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
 """A function of (cache, forward pass) that runs the forward pass with a cache whose prefix is not stored in it."""
 LEAST_LEFT_S = 0.001

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NotServed", "Request", "check_state", "answer_of", "has_adapters", "read_request"]
-
 SERVED_MODES = ("greedy_search", "sample")
 # fmt: off
 OWN_ARGUMENTS = frozenset((

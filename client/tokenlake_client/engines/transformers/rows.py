@@ -13,8 +13,6 @@ from tokenlake_client.engines.transformers.cache import row_cache
 from tokenlake_client.engines.transformers.segment_copy import LayerPair
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache, ShippedLayer
 
-__all__ = ["Row", "cache_of_rows", "place_rows"]
-
 
 @dataclass(slots=True)
 class Row:

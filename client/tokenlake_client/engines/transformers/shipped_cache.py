@@ -20,8 +20,6 @@ from tokenlake_client.engines.common.pool import PrefixView
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
 from tokenlake_client.engines.transformers.segment_copy import LayerPair
 
-__all__ = ["SharedPrefix", "ShippedCache", "ShippedLayer"]
-
 
 @dataclass(slots=True, eq=False)
 class SharedPrefix:

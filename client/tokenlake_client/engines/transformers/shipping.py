@@ -35,8 +35,6 @@ from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 
-__all__ = ["Shipment", "Shipping", "Void"]
-
 Report = Callable[[str, BaseException], None]
 T = TypeVar("T")
 

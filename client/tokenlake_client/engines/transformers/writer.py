@@ -17,8 +17,6 @@ from tokenlake_client.engines.common.pool import UNNAMED, CachePool, RequestInfo
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.segment_copy import SegmentCopy
 
-__all__ = ["StoreTask", "Writer", "task_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoreTask:

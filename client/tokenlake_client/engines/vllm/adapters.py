@@ -33,17 +33,6 @@ from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, state_of_directory
 
-__all__ = [
-    "AdapterUse",
-    "Adapters",
-    "CachedAdapters",
-    "LoadedAdapters",
-    "LoraRequest",
-    "RequestAdapter",
-    "options_of",
-    "watch_loads",
-]
-
 ATTEMPTS = 3
 """The number of times that files which change while they are digested are digested."""
 MAX_WAITING = 1024

@@ -12,8 +12,6 @@ from typing import Any
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.common.slots import LayerPair, stacked
 
-__all__ = ["BLOCK_VIEWS", "PagedLayers", "block_pairs", "block_views", "check_tensors", "stack_layers"]
-
 BlockViews = Callable[[Any], LayerPair]
 """A function from one block of some layers, [layers, KV heads, tokens, 2 * head dim], to views (keys, values), each
 [layers, KV heads, tokens, head dim]."""

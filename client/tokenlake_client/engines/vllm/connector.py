@@ -53,8 +53,6 @@ from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
-__all__ = ["KnownLayoutConnector", "backend_name", "check_failure_policy"]
-
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
 logger = init_logger("vllm.tokenlake")

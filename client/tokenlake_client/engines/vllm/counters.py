@@ -22,8 +22,6 @@ from typing import Annotated, Any
 
 from tokenlake_client.engines.common.counters import Counters
 
-__all__ = ["COUNTS", "PREFIX", "TIMES", "Count", "Counts", "EngineCounters", "Growth", "Side", "merge", "summary"]
-
 PREFIX = "vllm:tokenlake_"
 """The beginning of the names of all metrics."""
 MAX_SAMPLES = 4096

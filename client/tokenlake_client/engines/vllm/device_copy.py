@@ -19,8 +19,6 @@ from tokenlake_client.engines.devices.staging import Staging
 from tokenlake_client.engines.vllm.blocks import PagedLayers, block_pairs
 from tokenlake_client.engines.vllm.ranks import RankShards
 
-__all__ = ["DeviceCopy"]
-
 
 class DeviceCopy:
     """Copies this rank's shards of segments between slots and blocks. Several threads may use it; each has its own

@@ -32,22 +32,6 @@ from typing import Any
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 
-__all__ = [
-    "EXPECTED_S",
-    "LEAST_WAIT_S",
-    "MAX_KEYS",
-    "NOT_SPLIT",
-    "READ",
-    "UNREAD",
-    "Offer",
-    "RemotePrefill",
-    "Split",
-    "TailRoom",
-    "has_tail",
-    "is_split",
-    "split_of",
-]
-
 UNREAD = Hints(priority=1, ttl_s=60.0)
 """Hints for the tail of a prompt until an engine has read it."""
 READ = Hints(priority=-1, ttl_s=0.001)

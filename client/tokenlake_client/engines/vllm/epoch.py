@@ -20,8 +20,6 @@ from typing import Any
 
 from tokenlake_client.weights import digest_of_version
 
-__all__ = ["WeightsEpoch", "on_weight_version", "set_version", "version_refused"]
-
 RANDOM_BYTES = 16
 _WRAPPED = "_tokenlake_reports_versions"
 

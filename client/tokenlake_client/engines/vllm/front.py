@@ -17,8 +17,6 @@ from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name, prom_metrics
 
-__all__ = ["TokenLakeConnector"]
-
 logger = init_logger("vllm.tokenlake")
 
 

@@ -14,8 +14,6 @@ from tokenlake_client.engines.common.slots import slot_whole
 from tokenlake_client.engines.vllm.blocks import PagedLayers, block_pairs
 from tokenlake_client.engines.vllm.ranks import RankShards
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """Copies this rank's shards of segments between slots and blocks in host memory. Several threads may use it for

@@ -23,8 +23,6 @@ from tokenlake_client.engines.common.model_config import check_config, position_
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
 
-__all__ = ["block_tokens_of", "digest_of_draft", "layout_of", "weights_digest_of"]
-
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 """The supported load formats: they read the weight files of the directory unchanged. `npcache` reads a converted
 copy."""

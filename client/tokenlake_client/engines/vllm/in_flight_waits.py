@@ -21,8 +21,6 @@ from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S
 from tokenlake_client.engines.vllm.disaggregated import EXPECTED_S, LEAST_WAIT_S, RemotePrefill
 from tokenlake_client.engines.vllm.load_cost import LoadCosts
 
-__all__ = ["MAX_WAITING", "InFlightWaits"]
-
 MAX_WAITING = 16
 """Limit of the lookups that may wait for other engines at a time: the segments that a lookup has found stay leased
 while it waits."""

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from tokenlake.errors import TokenLakeError
 
-__all__ = ["LateLookup"]
-
 SILENT_S = 1.0
 """A daemon that has not answered a lookup for this long after its deadline is reported as silent."""
 

@@ -22,19 +22,6 @@ from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
 from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
-__all__ = [
-    "HERE",
-    "LOCAL",
-    "MAX_STEPS",
-    "RETRY_S",
-    "LoadCosts",
-    "Owner",
-    "PrefillSteps",
-    "StepPart",
-    "all_local",
-    "remote_tokens",
-]
-
 HERE = ""
 """The name that stands for this node among the nodes from which a hit is loaded."""
 RETRY_S = 60.0

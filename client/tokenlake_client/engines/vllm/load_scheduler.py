@@ -10,8 +10,6 @@ from tokenlake_client.engines.vllm.load_cost import Owner
 from tokenlake_client.engines.vllm.pool import MatchedLease
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
 
-__all__ = ["ScheduledLoads"]
-
 
 @dataclass(slots=True)
 class _Load:

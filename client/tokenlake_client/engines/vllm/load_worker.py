@@ -16,8 +16,6 @@ from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.pool import AttachedLease, RankPool
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
 
-__all__ = ["BlockWriter", "Loaded", "load_blocks"]
-
 WINDOW = 32
 """The number of segments that are fetched at a time; their arrays keep them leased until they are copied."""
 

@@ -16,8 +16,6 @@ from tokenlake_client.engines.vllm.late_lookup import LateLookup
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
-__all__ = ["Lookup", "Lookups"]
-
 
 class Lookup:
     """A request for the cached prefix of a prompt, and its answer: a lease, and the node of each leased segment. The

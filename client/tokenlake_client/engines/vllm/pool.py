@@ -15,17 +15,6 @@ from tokenlake.keys import Prefix, Salt, TokenIds
 from tokenlake.wire import Code
 from tokenlake_client.match import MatchOptions
 
-__all__ = [
-    "AttachedLease",
-    "MatchedLease",
-    "PendingHeartbeat",
-    "PendingMatch",
-    "PendingNodes",
-    "RankPool",
-    "Reservation",
-    "SchedulerPool",
-]
-
 
 class MatchedLease(Protocol):
     """A promise of the pool not to evict the segments of a match until they are released."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 
-__all__ = ["RankShards", "rank_shards"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankShards:

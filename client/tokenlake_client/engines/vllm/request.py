@@ -20,21 +20,6 @@ from tokenlake_client.engines.vllm.lookup import Lookup
 from tokenlake_client.engines.vllm.pool import SchedulerPool
 from tokenlake_client.salts import joined_salt
 
-__all__ = [
-    "HINTS_KEY",
-    "EngineRequest",
-    "RequestEnd",
-    "RequestState",
-    "SavedTokens",
-    "ScheduledPart",
-    "end_of",
-    "hints_of",
-    "loadable_segments",
-    "loadable_until",
-    "media_digests",
-    "unnamed_media",
-]
-
 HINTS_KEY = "tokenlake"
 """The key in vLLM's `kv_transfer_params` under which a request carries its hints."""
 _STOP_REASONS = {

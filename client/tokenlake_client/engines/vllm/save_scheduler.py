@@ -15,8 +15,6 @@ from tokenlake_client.engines.vllm.request import RequestState
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import SavePlan
 
-__all__ = ["ScheduledSaves"]
-
 
 class ScheduledSaves:
     """The jobs in which ranks store segments and that the ranks have not finished. For the scheduler's thread."""

@@ -18,8 +18,6 @@ from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.vllm.counters import Counts
 from tokenlake_client.engines.vllm.step_plan import SavePlan
 
-__all__ = ["BlockReader", "SaveWriter"]
-
 
 class BlockReader(Protocol):
     """Copies segments from blocks into slots."""

@@ -44,8 +44,6 @@ from tokenlake_client.engines.vllm.save_scheduler import ScheduledSaves
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 
-__all__ = ["SchedulerSide"]
-
 EARLY_LOOKUPS = 16
 """Limit of the waiting requests whose lookup begins on arrival. The lookup of each further request begins when vLLM
 asks for its matched tokens, so that a long queue does not lease segments long before they are loaded."""

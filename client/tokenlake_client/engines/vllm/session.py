@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["WAIT_S", "RankSession", "SessionPool"]
-
 WAIT_S = 0.05
 """Seconds that a step waits for the attempt to join a session. The attempt then continues in the background."""
 RETRY_S = 1.0

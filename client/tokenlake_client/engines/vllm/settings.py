@@ -13,8 +13,6 @@ from tokenlake.config.setting import Setting, read
 from tokenlake.config.sources import of_environment
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 
-__all__ = ["EngineSettings", "read_settings"]
-
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The connector's settings. `read_settings` makes this object and checks the values. Names end in their unit."""

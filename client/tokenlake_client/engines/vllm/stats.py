@@ -29,8 +29,6 @@ from tokenlake_client.engines.vllm.counters import (
     summary,
 )
 
-__all__ = ["TokenLakePromMetrics", "TokenLakeStats", "find_by_name", "prom_metrics", "sources_of_hit", "stats_of"]
-
 logger = init_logger("vllm.tokenlake")
 
 

@@ -6,8 +6,6 @@ import enum
 import logging
 from typing import Protocol
 
-__all__ = ["PoolStatus"]
-
 
 class StatusPool(Protocol):
     """The part of `tokenlake_client.pool.Pool` that the log of the connection's state uses."""

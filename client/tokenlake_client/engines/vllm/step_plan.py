@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from tokenlake.hints import Hints
 from tokenlake_client.engines.vllm.adapters import AdapterUse
 
-__all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:

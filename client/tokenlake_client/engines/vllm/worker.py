@@ -27,8 +27,6 @@ from tokenlake_client.engines.vllm.session import WAIT_S, RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 
-__all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
-
 IDLE_S = 0.002
 """Seconds: the longest wait of a step that computes nothing for the end of a load."""
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["GROUP_BYTES", "HASH_BYTES", "ChunkPart", "blocks_per_chunk", "chunk_parts", "parse_key", "whole_chunks"]
-
 HASH_BYTES = 32
 """Size of a block hash that vLLM makes with SHA-256."""
 GROUP_BYTES = 4

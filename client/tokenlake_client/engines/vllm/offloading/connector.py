@@ -24,8 +24,6 @@ from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, wo
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
 
-__all__ = ["OpaqueLayoutConnector"]
-
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 IDLE_S = 0.0005

@@ -28,8 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from tokenlake_client.engines.vllm.offloading.identity import RankFacts, counted_group, identity_of, rank_facts
 
-__all__ = ["extend", "manager_of", "worker_of"]
-
 _EXTENDED = "_tokenlake_extended"
 
 

@@ -22,8 +22,6 @@ from tokenlake_client.engines.common.model_config import STATIC_ROPE
 from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_digest_of
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
-__all__ = ["EngineIdentity", "RankFacts", "identity_of", "opaque_layout", "rank_facts"]
-
 HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
 

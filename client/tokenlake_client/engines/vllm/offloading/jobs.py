@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tokenlake.hints import Hints
 from tokenlake_client.engines.vllm.adapters import AdapterUse
 
-__all__ = ["NOWHERE", "LoadJob", "Member", "StoreJob"]
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.offloading.pool import ChunkLease, PendingChunks
 
-__all__ = ["ChunkLookup", "Found"]
-
 WINDOW = 32
 """The number of segments that are fetched at a time."""
 _LOCAL = int(Code.LOCAL)

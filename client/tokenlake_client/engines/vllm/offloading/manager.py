@@ -33,8 +33,6 @@ from tokenlake_client.engines.vllm.pool import Reservation
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
 
-__all__ = ["ChunkManager"]
-
 OPEN_S = 2.0
 """Seconds from the first lookup on in which requests wait for the reports of the ranks and for the first connection to
 the daemon. Later requests do not wait."""

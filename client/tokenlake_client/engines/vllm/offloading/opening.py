@@ -16,8 +16,6 @@ from tokenlake_client.engines.vllm.offloading.identity import EngineIdentity, Ra
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.pool import Pool
 
-__all__ = ["Opening"]
-
 
 class Opening:
     """Opens the pool for a manager. The methods are for the scheduler's thread, and do not wait."""

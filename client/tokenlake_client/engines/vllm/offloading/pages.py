@@ -21,8 +21,6 @@ from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.devices.staging import Staging
 from tokenlake_client.engines.vllm.offloading.chunks import ChunkPart
 
-__all__ = ["DevicePages", "HostPages", "PageTable", "chunk_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class PageTable:

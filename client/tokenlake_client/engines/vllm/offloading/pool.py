@@ -15,8 +15,6 @@ from tokenlake.keys import Salt
 from tokenlake_client.engines.vllm.pool import Reservation
 from tokenlake_client.match import MatchOptions
 
-__all__ = ["AttachedChunks", "ChunkLease", "ChunkPool", "ChunkRankPool", "PendingChunks", "RankWrite"]
-
 
 class ChunkLease(Protocol):
     """A promise of the pool not to evict the segments of a match of independent keys."""

@@ -50,8 +50,6 @@ from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.pool import Pool
 
-__all__ = ["TokenLakeOffloadingSpec"]
-
 logger = init_logger("vllm.tokenlake")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])

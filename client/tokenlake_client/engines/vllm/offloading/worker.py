@@ -29,8 +29,6 @@ from tokenlake_client.engines.vllm.offloading.pool import ChunkRankPool
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
-__all__ = ["BlockRange", "ChunkWorker", "Finished", "Pages", "RankPlace"]
-
 
 class BlockRange(NamedTuple):
     """The blocks of a job as vLLM gives them (`chunks`)."""

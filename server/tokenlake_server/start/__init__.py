@@ -1,0 +1,1 @@
+"""From the command line to a running daemon, and what outlives it: settings, limits of the machine, files."""

@@ -1,0 +1,654 @@
+"""One daemon: makes and connects the arena, the rules, the sockets and the threads, and closes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
+from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
+from tokenlake.core.events import Event
+from tokenlake.core.instructions import CloseRegion, CutRegion, Drained, MakeRegion, ReadRing, Stamp
+from tokenlake.directory.ring_record import RingRecord
+from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.identity import Incarnation, NodeId
+from tokenlake.location import shown_location
+from tokenlake.memory import Cursor
+from tokenlake.memory.region import PAGE
+from tokenlake.metrics import Level
+from tokenlake.wire import supervision
+from tokenlake.wire.fields import RecordKeys
+from tokenlake.wire.peer import PeerHello, Purpose
+from tokenlake.wire.slots import SlotRef, unpack_slots
+from tokenlake_server.bulk.choice import open_transports
+from tokenlake_server.bulk.receiver import BulkReceiver
+from tokenlake_server.bulk.sender import BulkSender
+from tokenlake_server.disk.tier import DiskTier, disk_gauges
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.engines.connected_process import LOCK_S, kernel_has_pidfds
+from tokenlake_server.engines.contents import Contents
+from tokenlake_server.engines.listener import EngineListener, EngineSettings
+from tokenlake_server.engines.query_engine import QueryEngine
+from tokenlake_server.engines.slot_checker import SlotChecker
+from tokenlake_server.engines.tenants import Tenants
+from tokenlake_server.kv_events import KvEvents
+from tokenlake_server.loop.admin_thread import AdminThread
+from tokenlake_server.loop.driver import Driver
+from tokenlake_server.loop.started_threads import started_threads
+from tokenlake_server.loop.watchdog import Watchdog
+from tokenlake_server.membership import Account, Members, Membership, MembershipState, open_membership, static_members
+from tokenlake_server.metrics_page import (
+    CERTIFICATE_BEGIN,
+    CERTIFICATE_END,
+    STARTED,
+    UNPREPARED,
+    MetricsServer,
+    Snapshot,
+)
+from tokenlake_server.nixl.transport import Nixl
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates
+from tokenlake_server.peers.connections import Adopt, PeerConnections
+from tokenlake_server.peers.handshake import PeerIdentity
+from tokenlake_server.peers.measurement import PeerMeasurement
+from tokenlake_server.peers.states import PeerState
+from tokenlake_server.start.standing_orders import StandingOrders
+from tokenlake_server.start.start_errors import ModuleMissing
+from tokenlake_server.start.state_file import StateFile
+
+if TYPE_CHECKING:
+    from tokenlake_server.control.server import ControlServer
+
+log = logging.getLogger(__name__)
+
+SAVE_S = 60.0
+"""Seconds between two saves of the eviction statistics."""
+LEAST_REPORT_S = 0.02
+"""Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
+RETRY_S = 0.5
+"""Seconds between two attempts to allocate the memory of a region, or to give it back."""
+MOST_MAKERS = 8
+"""Maximum number of threads that allocate memory. The kernel zeroes pages at the bandwidth of the memory with fewer."""
+PROGRESS_S = 10.0
+"""Seconds between two lines of the log about the memory that is being prepared."""
+
+
+def makers() -> int:
+    """Returns the number of threads that allocate memory."""
+    return min(MOST_MAKERS, len(os.sched_getaffinity(0)))
+
+
+def core_config(
+    config: ServerConfig, incarnation: int, speed: float = 1.0, record: RingRecord | None = None
+) -> CoreConfig:
+    """The configuration of the rules that follows from the settings. `speed`: see `Driver`; reports are sent at least
+    `LEAST_REPORT_S` of the real clock apart. `record`: the members at the start, without it those of `peers`."""
+    return CoreConfig(
+        node=config.node,
+        incarnation=incarnation,
+        ring=record or static_members(config).record,
+        regions=config.regions,
+        region_bytes=config.memory // config.regions // PAGE * PAGE,
+        makers=makers(),
+        made=False,
+        quotas={tenant.name: tenant.quota for tenant in config.tenants},
+        match_deadline_s=config.match_deadline_ms / 1e3,
+        suspect_s=config.suspect_ms / 1e3,
+        gossip_s=max(GOSSIP_S, LEAST_REPORT_S * speed),
+        drain_s=config.drain_s or DRAIN_S,
+        **{name: getattr(config, name) for name in RuleSettings.__struct_fields__},
+    )
+
+
+WALK_SLOTS = 1 << 16
+"""Limit of the slots that one step of the search for segments in use examines when the daemon ends."""
+
+
+class Daemon:
+    """The daemon of a node, with its arena, rules, sockets and threads. Made on a running loop; it serves at once, and
+    prepares its memory meanwhile. `close` releases everything."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        arena: Arena,
+        speed: float = 1.0,
+        origin: Mapping[str, str] = MappingProxyType({}),
+        report: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """`speed`: see `Driver`. `origin`: the source of each setting. `report`: as of `running.run`."""
+        loop = asyncio.get_running_loop()
+        incarnation = time.time_ns()
+        self._admin = AdminThread()
+        """The thread in which gRPC runs for the membership and for the control plane."""
+        self.membership = open_membership(config, incarnation, loop, self._admin)
+        rules = core_config(config, incarnation, speed, self.membership.members.record)
+        core = NodeCore(rules)
+        self._loop = loop
+        self._arena = arena
+        self._report = report
+        self._started = time.time()
+        self._closing = asyncio.Event()
+        self._making: set[asyncio.Task[None]] = set()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._makers = started_threads(makers(), "memory")
+        self.prepared = asyncio.Event()
+        """Set once all memory has been allocated for the first time."""
+        self._progress_at = time.monotonic() + PROGRESS_S
+        self.driver = Driver(core, loop, self._failed, speed)
+        core.start(self.driver.now)
+        self.watchdog: Watchdog = getattr(loop, "watchdog", None) or Watchdog()
+        self.watchdog.use(core.counters)
+        self.driver.wrap(self.watchdog.noting, lambda sink: sink)
+        self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
+        self.driver.carry_out(MakeRegion, self._make_region)
+        self.driver.carry_out(CutRegion, self._cut_region)
+        self.driver.carry_out(CloseRegion, self._close_region)
+        self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
+        self.driver.carry_out(Drained, lambda order: self.begin(self._leave(order)))
+        self.left = asyncio.Event()
+        """Set when this node has drained and left the ring: the daemon may end."""
+        self._changing_ring = asyncio.Lock()
+        self._working: set[asyncio.Task[None]] = set()
+        self.drain_s = rules.drain_s
+        """Limit of the seconds of a drain."""
+        certificates = self._certificates = _certificates(config)
+        secrets = () if certificates else config.cluster_secret
+        identity = PeerIdentity(
+            config.node,
+            incarnation,
+            secrets,
+            config.cluster,
+            tuple(map(str, config.bulk_listen)),
+            _control_address_of(config),
+            shown_location(config.location),
+        )
+        self._control_address = _control_address_of(config)
+        addresses = PeerAddresses(
+            self.membership.members.addresses,
+            loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
+        )
+        self._transports = open_transports(config, incarnation, arena)
+        self.contents = _contents(config, self._admin, loop, self.driver)
+        self.senders = BulkSender(arena, self.driver, self._transports, self.contents)
+        adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
+        self.checker = SlotChecker(arena, self.driver)
+        self.peers = PeerConnections(
+            identity,
+            parse_address(config.listen),
+            addresses,
+            self.driver,
+            loop,
+            adopt,
+            certificates,
+            config.bulk_listen,
+        )
+        self.receivers = BulkReceiver(
+            identity, addresses, arena, self.driver, self.peers.new_keys, self._transports, self.contents
+        )
+        if self._transports.nixl is not None:
+            self._connect_nixl(self._transports.nixl)
+        tenants = Tenants(config)
+        self.orders = StandingOrders(_orders_file(config), [disk.path for disk in config.disk], tenants.count)
+        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents, self.orders)
+        # Behind the disk tier, which locks its directories.
+        self.orders.load()
+        self.peers.introductions.on_proven = self.membership.proven
+        self.peers.on_stranger = lambda node: self.membership.refresh()
+        self.peers.states.rings_from(lambda: _other_rings(core.ring_states()))
+        self.metrics = (
+            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node, _aliases(config))
+            if config.metrics
+            else None
+        )
+        start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
+        self.query_engine = (
+            QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
+        )
+        # The local socket is created late, so that a daemon that cannot start leaves no file of a socket behind.
+        self.engines = EngineListener(
+            EngineSettings(
+                NodeId(config.node),
+                Incarnation(incarnation),
+                Path(config.socket),
+                config.max_sessions,
+                config.memory,
+                config.lease_s / speed,  # in real seconds: engines derive the interval of their heartbeats from it
+            ),
+            tenants,
+            arena,
+            self.driver,
+            loop,
+            self._connect_query,
+            self.contents,
+            self.orders,
+        )
+        log.info(
+            "this kernel reports the end of every engine's process (SO_PEERPIDFD)"
+            if kernel_has_pidfds()
+            else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock reports the end of engines in other "
+            f"PID namespaces, within {LOCK_S:.0f} s"
+        )
+        self.driver.start()
+        self.control: ControlServer | None = None
+        try:
+            self.control = _control(
+                config,
+                origin,
+                self._admin,
+                loop,
+                self.driver,
+                self.engines,
+                self.membership,
+                tenants,
+                self.snapshot,
+                self._controls,
+                PeerMeasurement(identity, addresses, self.peers.new_keys),
+                self.orders,
+                self.disk,
+            )
+        except BaseException:
+            self.engines.close()
+            raise
+        self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
+        self._saving = loop.create_task(self._save_state()) if self._state is not None else None
+        learned = self._state.load() if self._state is not None else None
+        if learned is not None:
+            self.driver.handle(events.StatisticsLoaded(learned))
+        self._encrypted = certificates is not None or config.unencrypted_beyond_loopback
+        own = parse_address(config.listen)
+        advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
+        self.membership.start(advertised, self._members_changed)
+        self.disk.start()
+
+    def _members_changed(self, members: Members) -> None:
+        self.begin(self.change_ring(members.record, members.addresses))
+        self.peers.introductions.follow({name: self._reachable(name, at) for name, at in members.unproven.items()})
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        """Begin work of the membership, which `close` ends."""
+        task = self._loop.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._worked)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._working.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a change of the members failed", exc_info=error)
+
+    async def drain(self) -> None:
+        """Let this node hand its segments over and leave the ring; `left` is set then. Raises `Unreachable` and
+        `MembershipRefused`."""
+        log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
+        await self.membership.drain()
+
+    async def _leave(self, drained: Drained) -> None:
+        """Take this node, which has drained, out of the ring record."""
+        account = Account(drained.moved, (drained.lost_segments, drained.lost_bytes))
+        try:
+            await self.membership.leave(account)
+            log.info("this node has drained and left the ring: %s", account)
+            if self.control is not None:
+                await self.control.account_read()
+        except TokenLakeError as error:
+            log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
+        self.left.set()
+
+    async def change_ring(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
+        """Follow a ring record of the membership, with the address of each member: the rules first, then the
+        connections. A record that is not newer than that of the rules changes the addresses of its members only."""
+        node = self.driver.core.config.node
+        async with self._changing_ring:
+            # The thread makes the circle of the ring in some 100 ms; the rules then find it in the cache.
+            await asyncio.to_thread(ring_of, record, NodeId(node))
+            epoch = self.driver.core.record.epoch
+            self.driver.handle(events.RingChanged(record))
+            if self.driver.core.record.epoch != epoch:
+                self.driver.core.store.changes.ring(self.driver.core.record)
+            members = self.driver.core.record.members
+            others = (name for name in members if name != node and node in members)
+            self.peers.set_peers({name: self._reachable(name, addresses.get(name)) for name in others})
+            self.receivers.follow()
+
+    def _reachable(self, name: str, address: Address | None) -> Address | None:
+        """The address of a member; None where this node must not connect to it."""
+        if address is None or self._encrypted or kinds.is_loopback(address.host):
+            return address
+        log.error(
+            "member '%s' listens at %s: connections beyond loopback need the setting 'certificate'", name, address
+        )
+        return None
+
+    def snapshot(self) -> Snapshot:
+        """All counters and gauges at this moment, for the metrics page. Called on the loop."""
+        peers, unproven = self.peers.states.all(), self.peers.introductions.states.all()
+        disks, membership = self.disk.states, _with_refusals(self.membership.state, unproven)
+        counts = self.engines.engines, self.engines.processes
+        snapshot = Snapshot(self.driver.core, *counts, peers, membership, self.query_engine, disks, unproven)
+        snapshot.streams = self.contents.streams()
+        snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
+        snapshot.gauges += [
+            *self.engines.gauges(),
+            *self.senders.gauges(),
+            *self.orders.gauges(),
+            *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
+        ]
+        if self._transports.nixl is not None:
+            snapshot.gauges += self._transports.nixl.gauges()
+        if self.control is not None:
+            snapshot.gauges += self.control.gauges()
+        snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.unprepared)]
+        if self._certificates is not None:
+            valid = self._certificates.current
+            snapshot.gauges.append(Level(CERTIFICATE_BEGIN, (), valid.begin.timestamp()))
+            snapshot.gauges.append(Level(CERTIFICATE_END, (), valid.end.timestamp()))
+        return snapshot
+
+    def _controls(self) -> dict[str, str]:
+        return {**self.peers.controls, self.driver.core.config.node: self._control_address}
+
+    def _connect_query(self, tenant: str, layout: bytes) -> socket.socket:
+        if self.query_engine is None:
+            raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
+        return self.query_engine.connect_engine(tenant, layout)
+
+    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
+        if self.query_engine is None:
+            sock.close()
+        else:
+            self.query_engine.adopt(sock, hello, rest, keys)
+
+    def _failed(self, event: Event, error: Exception) -> None:
+        """Close the connection that sent an event which the rules did not complete because of `error`."""
+        if isinstance(error, ValueError):
+            log.warning("an event was refused: %s", error, extra={"kind": "refused"})
+        else:
+            log.error("the rules failed on %s", type(event).__name__, exc_info=error, extra={"kind": "failed"})
+            error = ProtocolRefused("the daemon failed on this request; its log has the error")
+        asked = isinstance(event, events.LocateRequested | events.EvictRequested) or (
+            isinstance(event, events.ExplainRequested) and event.connection < 0
+        )
+        if asked and self.control is not None:
+            self.control.refuse(event, error)
+        elif isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
+            self.engines.refuse(event.connection, error)
+        elif isinstance(event, events.PeerSent):
+            self.peers.refuse(event.node, error)
+        elif isinstance(event, events.PullRequested):
+            self.senders.refuse(event.stream)
+
+    def _connect_nixl(self, nixl: Nixl) -> None:
+        """Exchange with other nodes how memory is read, over the control connections."""
+
+        def introduce(*nodes: str) -> None:
+            for node in nodes or self.peers.connected:
+                self.peers.tell(node, nixl.introduction)
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(introduce)
+
+        nixl.tell = tell
+        self.peers.on_connected = introduce
+        self.peers.on_lost = nixl.lost
+        self.peers.on_memory_agent = nixl.heard
+        nixl.start(self.receivers.connections)
+
+    def _make_region(self, instruction: MakeRegion) -> None:
+        self._run(self._make_until_done(instruction), self._making)
+
+    def _run(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = self._loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _make_until_done(self, instruction: MakeRegion) -> None:
+        """Make a region, again and again until memory is available, then tell the rules by `RegionReady`."""
+        # Its memory may be that of a region which is being given back.
+        await asyncio.gather(*self._freeing, return_exceptions=True)
+        if not await self._until_done(
+            f"memory for region {instruction.region} is missing",
+            self._makers,
+            lambda: self._arena.make(instruction.region, instruction.nbytes),
+        ):
+            return
+        self.driver.handle(events.RegionReady(instruction.region))
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self.prepared.is_set():
+            return
+        regions = self.driver.core.store.regions
+        if not regions.making:
+            # What is unmade now takes no slot of the engines that have connected meanwhile.
+            self.prepared.set()
+        left, total = self.unprepared, regions.total
+        self._report(total - left, total)
+        if time.monotonic() > self._progress_at:
+            self._progress_at = time.monotonic() + PROGRESS_S
+            log.info("%.1f of %.1f GiB of memory are prepared", (total - left) / (1 << 30), total / (1 << 30))
+
+    @property
+    def unprepared(self) -> int:
+        """The bytes of memory that have not been allocated yet since the start."""
+        regions = self.driver.core.store.regions
+        return 0 if self.prepared.is_set() else regions.unmade + sum(regions.making.values())
+
+    def _cut_region(self, instruction: CutRegion) -> None:
+        self._arena.region(instruction.region).cut(instruction.nbytes, instruction.slot_bytes)
+        self._run(self._trim(instruction.region), self._freeing)
+
+    async def _trim(self, region: int) -> None:
+        await asyncio.to_thread(self._arena.region(region).trim)
+        if self._transports.nixl is not None:
+            self._transports.nixl.add(region)
+
+    def _close_region(self, instruction: CloseRegion) -> None:
+        self.engines.region_closed(instruction.region)
+        self._run(self._close_until_done(instruction.region, list(self._freeing)), self._freeing)
+
+    async def _close_until_done(self, region: int, before: Sequence[asyncio.Task[None]]) -> None:
+        # The region may still be trimmed.
+        await asyncio.gather(*before, return_exceptions=True)
+        if self._transports.nixl is not None:
+            await asyncio.to_thread(self._transports.nixl.remove, region)
+        await self._until_done(f"region {region} cannot be given back", None, lambda: self._arena.end(region))
+
+    async def _until_done(self, problem: str, threads: Executor | None, work: Callable[[], None]) -> bool:
+        """Do `work` in a thread, again and again until it raises nothing; log the first failure. Returns False if the
+        daemon ends before."""
+        logged = False
+        while not self._closing.is_set():
+            try:
+                await self._loop.run_in_executor(threads, work)
+                return not self._closing.is_set()
+            except Exception as error:
+                if not logged:
+                    log.error("%s, and is tried each %.1f s: %s", problem, RETRY_S, error)
+                logged = True
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), RETRY_S)
+        return False
+
+    async def _save_state(self) -> None:
+        """Save the eviction statistics every `SAVE_S` and when the daemon ends."""
+        assert self._state is not None
+        closing = False
+        while not closing:
+            with contextlib.suppress(TimeoutError):
+                closing = await asyncio.wait_for(self._closing.wait(), SAVE_S)
+            await asyncio.to_thread(self._state.save, self.driver.core.learned())
+
+    async def close(self) -> None:
+        """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
+        engine. A part that cannot be closed is logged, and the others are closed all the same."""
+        if not self.left.is_set():
+            await _end("the disk tier was not saved", self.disk.save)
+        await _end("the disk tier was not stopped", self.disk.stop)
+        self._closing.set()
+        for task in self._working:
+            task.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+        if self.control is not None:
+            await _end("the control plane was not closed", self.control.close)
+        await _end("the KV events were not closed", self.contents.close)
+        await _end("the membership was not closed", self.membership.close)
+        await _end_thread("the admin thread was not ended", self._admin.close)
+        await _end("the local socket was not closed", self.engines.close)
+        if self.query_engine is not None:
+            await _end("the query engine was not ended", self.query_engine.close)
+        await _end("the connections with other nodes were not closed", self.peers.close)
+        if self.metrics is not None:
+            await _end_thread("the metrics page was not closed", self.metrics.close)
+        await _end_thread("the fetches were not ended", self.receivers.close)
+        await _end_thread("the bulk connections of other nodes were not closed", self.senders.close)
+        if self._transports.nixl is not None:
+            await _end_thread("NIXL was not closed", self._transports.nixl.close)
+        await _end_thread("the check of slots was not ended", self.checker.close)
+        await _end_thread("the disk tier was not closed", self.disk.close)
+        self._arena.stop()
+        await asyncio.gather(*self._making, *self._freeing, return_exceptions=True)
+        self._makers.shutdown()
+        if self._saving is not None:
+            saving = self._saving
+            await _end("the eviction statistics were not saved", lambda: saving)
+        await _end("the timers were not stopped", self.driver.stop)
+        await _end("the memory was not given back", self._free_memory)
+
+    async def _free_memory(self) -> None:
+        await asyncio.to_thread(self._arena.free_pages, self._slots_in_use())
+
+    def _slots_in_use(self) -> dict[int, list[tuple[SlotRef, int]]]:
+        """By region, the slots (with their size) that engines may still read or write after the end of the daemon."""
+        used: dict[int, list[tuple[SlotRef, int]]] = {}
+        cursor: Cursor | None = Cursor()
+        while cursor is not None:
+            segments, cursor = self.driver.core.store.walk(cursor, WALK_SLOTS)
+            for segment in segments:
+                if segment.pins:
+                    used.setdefault(segment.place.region, []).append((segment.place, segment.slot_bytes))
+        return used
+
+
+async def _end(problem: str, close: Callable[[], Awaitable[object] | None]) -> None:
+    """Call `close` and wait for it. `problem`: the message of the log where that raises."""
+    try:
+        waiting = close()
+        if waiting is not None:
+            await waiting
+    except Exception:
+        log.exception(problem)
+
+
+async def _end_thread(problem: str, close: Callable[[], object]) -> None:
+    """As `_end`, with `close` called in a thread."""
+    await _end(problem, lambda: asyncio.to_thread(close))
+
+
+def _control_address_of(config: ServerConfig) -> str:
+    """The address at which other machines reach the control plane; empty if there is none, or its port is not known."""
+    if not config.control or not parse_address(config.control).port:
+        return ""
+    host, port = parse_address(config.control)
+    if host in ("0.0.0.0", "::"):
+        host = parse_address(config.advertise or config.listen).host
+    return str(Address(host, port))
+
+
+def _control(
+    config: ServerConfig,
+    origin: Mapping[str, str],
+    thread: AdminThread,
+    loop: asyncio.AbstractEventLoop,
+    driver: Driver,
+    engines: EngineListener,
+    membership: Membership,
+    tenants: Tenants,
+    snapshot: Callable[[], Snapshot],
+    controls: Callable[[], Mapping[str, str]],
+    measurement: PeerMeasurement,
+    orders: StandingOrders,
+    disk: DiskTier,
+) -> ControlServer | None:
+    """The server of the control plane; None where it is turned off, or grpcio is not installed."""
+    if not config.control and not config.control_socket:
+        return None
+    try:
+        from tokenlake_server.control.server import ControlServer  # grpcio is an extra
+    except ModuleNotFoundError as error:
+        missing = ModuleMissing("control", config.control, error.name, "control")
+        if config.control:
+            raise missing from error
+        log.info("this node has no control plane: it needs %s", missing.expected)
+        return None
+    return ControlServer(
+        config,
+        origin,
+        thread,
+        loop,
+        driver,
+        engines,
+        membership,
+        tenants,
+        snapshot,
+        controls,
+        measurement,
+        orders,
+        disk,
+    )
+
+
+def _orders_file(config: ServerConfig) -> Path:
+    """The file with the orders of operators that outlive the daemon. Beside the local socket it outlives the engines
+    that are connected."""
+    if config.state_directory:
+        return Path(config.state_directory, f"orders-{config.node}")
+    return Path(f"{config.socket}.orders")
+
+
+def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:
+    """The streams of KV events; where none is set, the daemon wants no contents."""
+    return KvEvents(config, thread, loop, driver) if config.kv_events else Contents()
+
+
+def _aliases(config: ServerConfig) -> dict[str, str]:
+    """The names that the metrics page shows in place of tenants' names; none where it may show these."""
+    if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
+        return {}
+    return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
+
+
+def _with_refusals(state: MembershipState, unproven: Mapping[str, PeerState]) -> MembershipState:
+    """The state of the membership; where no member has proven this node, its problem says what each of them answers."""
+    found = [f"'{name}' {each.state}: {each.reason}" for name, each in unproven.items() if each.state != "connected"]
+    return state if state.known or not found else replace(state, problem="; ".join([state.problem, *found]))
+
+
+def _other_rings(states: Mapping[str, str]) -> dict[str, str]:
+    """The peers whose members differ from those of this node, and how."""
+    text = (
+        "its members or their sizes differ from those of this node, so that segments of each are not found at the "
+        "other: give both the same 'peers', with the same sizes"
+    )
+    return {name: text for name, state in states.items() if state == "differs"}
+
+
+def _certificates(config: ServerConfig) -> Certificates | None:
+    if not config.certificate:
+        if config.unencrypted_beyond_loopback:
+            log.warning("connections with other nodes are not encrypted: 'unencrypted_beyond_loopback' is set")
+        return None
+    files = CertificateFiles(Path(config.certificate), Path(config.key), Path(config.ca))
+    return Certificates(files, config.cluster, config.node)

@@ -1,0 +1,260 @@
+"""Peers that freeze, die or restart, networks that break or slow down, and the number of pings."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine
+from tokenlake.core import events, instructions
+from tokenlake.core.cluster.fetch import ABORTED, deadline_s
+from tokenlake.core.cluster.peers import PINGED, SUSPECTED, UNANSWERED, Peers
+from tokenlake.core.context import Context
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.memory import Kind
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
+
+MATCH_S = 0.020
+MANY = 2 * PINGED + 4
+GOSSIP_S = 0.25
+ROUNDS = 3
+"""Intervals in which each peer of `MANY` has its turn."""
+
+
+def usable(cluster: Cluster, node: int, other: int) -> bool:
+    """Does a match at `node` send a lookup to `other`?"""
+    sent = lookups(cluster, node, other)
+    match(cluster, cluster.join(node), placed(cluster, other, node))
+    return lookups(cluster, node, other) > sent
+
+
+def lookups(cluster: Cluster, node: int, other: int) -> int:
+    frames = said(cluster, node, instructions.SendToPeer)
+    return sum(frame.node == f"n{other}" and isinstance(frame.message, peer.Lookup) for frame in frames)
+
+
+def reports(cluster: Cluster, node: int, to: int) -> int:
+    """Reports of its load that `node` sent to `to`."""
+    frames = said(cluster, node, instructions.SendToPeer)
+    return sum(frame.node == f"n{to}" and isinstance(frame.message, peer.Ping | peer.Pong) for frame in frames)
+
+
+def timed_match(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> float:
+    began = cluster.clock.now
+    match(cluster, reader, keys)
+    return cluster.clock.now - began
+
+
+def test_a_frozen_peer_costs_one_deadline() -> None:
+    cluster = calm()
+    reader = cluster.join(0)
+    keys = placed(cluster, 1, 2)
+    assert timed_match(cluster, reader, keys) < 0.010
+    cluster.node(1).freeze()
+    assert MATCH_S <= timed_match(cluster, reader, keys) < MATCH_S + 0.010
+    assert timed_match(cluster, reader, keys) < 0.010
+    assert not usable(cluster, 0, 1)
+    assert cluster.core(0).counters[SUSPECTED] == 0
+    cluster.run_for(0.5)
+    assert cluster.core(0).counters[SUSPECTED] == 1
+    cluster.node(1).thaw()
+    cluster.run_for(0.3)
+    assert usable(cluster, 0, 1)
+    assert usable(cluster, 1, 0)
+    assert list(match(cluster, reader, keys).codes) == [Code.MISSING]
+
+
+def test_matches_wait_for_a_frozen_peer_at_the_same_time() -> None:
+    cluster = calm()
+    readers = [cluster.join(0), cluster.join(0)]
+    keys = placed(cluster, 1, 2)
+    cluster.run_for(0.01)
+    cluster.node(1).freeze()
+    replies = [ask(reader.processes[0], engine.Match, keys[0], 0.0) for reader in readers]
+    cluster.run_for(MATCH_S + 0.010)
+    assert all(replies)
+
+
+def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:
+    """A node that was frozen does not blame its peers: it takes the replies that arrived meanwhile, and asks these
+    peers again at once."""
+    cluster = calm()
+    writer, reader = cluster.join(1), cluster.join(0)
+    keys = placed(cluster, 1, 2, 2)
+    store(cluster, writer, keys)
+    answers = ask(reader.processes[0], engine.Match, join_keys(keys), 0.0)
+    while not said(cluster, 0, peer.Lookup):
+        cluster.run_for(0.0001)
+    cluster.node(0).freeze()
+    cluster.run_for(5 * MATCH_S)
+    cluster.node(0).thaw()
+    cluster.run_for(0.01)
+    assert list(answers[0].codes) == [Code.REMOTE] * 2
+    assert usable(cluster, 0, 1)
+
+
+def test_an_overdue_peer_gets_one_way_messages() -> None:
+    """An overdue peer that answers before it is SUSPECT gets no repetition of earlier messages, so that none may be
+    left out."""
+    cluster = calm()
+    engine_ = cluster.join(0)
+    key = placed(cluster, 1, 2)[0]
+    cluster.node(1).freeze()
+    match(cluster, engine_, [key])
+    assert not usable(cluster, 0, 1)
+    prepare(cluster, engine_, [key])
+    cluster.run_for(0.005)
+    cluster.node(1).thaw()
+    cluster.run_for(0.01)
+    assert cluster.core(0).counters[SUSPECTED] == 0
+    assert match(cluster, cluster.join(1), [key]).codes == bytes([Code.PENDING])
+
+
+def test_a_fetch_from_a_frozen_node_ends_at_its_deadline() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    (source,) = answer(cluster, reader.processes[0], engine.Locate, lease).nodes
+    cluster.node(int(source.removeprefix("n"))).freeze()
+    began = cluster.clock.now
+    assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOST] * 2
+    assert cluster.clock.now - began < 0.060
+    assert cluster.core(2).counters[UNANSWERED] == 1
+    # The receiver has not returned yet: its slots are still reserved. Then they are free.
+    cluster.run_for(0.2)
+    assert not copies(cluster, keys[0]).get(2)
+
+
+def test_the_second_candidate_replaces_a_dead_directory_node() -> None:
+    cluster = calm(4)
+    reader = cluster.join(0)
+    key = placed(cluster, 1, 2)[0]
+    store(cluster, cluster.join(3), [key])
+    assert kinds(cluster, key) == {3: Kind.PRIMARY}
+    cluster.node(1).crash()
+    cluster.run_for(0.01)
+    assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+
+
+def test_a_restarted_directory_node_learns_the_owners() -> None:
+    """The directory node answers UNKNOWN, not MISSING, until the owner has advertised."""
+    cluster = calm(4, sync_grace_s=60.0)
+    writer = cluster.join(0)
+    key = placed(cluster, 1, 2)[0]
+    store(cluster, writer, [key])
+    assert kinds(cluster, key) == {0: Kind.PRIMARY}
+    reader = cluster.join(3)
+    assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+    cluster.node(1).crash()
+    cluster.link("n0", "n1").cut(1.0)
+    cluster.node(1).start()
+    cluster.run_for(0.3)
+    assert match(cluster, reader, [key]).codes == bytes([Code.UNKNOWN])
+    cluster.run_for(1.0)
+    reply = match(cluster, reader, [key])
+    assert reply.codes == bytes([Code.REMOTE])
+    assert list(fetch(cluster, reader, reply.lease, 1).codes) == [Code.LOCAL]
+    missing = placed(cluster, 1, 2, 2)[1]
+    assert match(cluster, reader, [missing]).codes == bytes([Code.MISSING])
+
+
+def test_a_restarted_node_stores_no_second_primary_copy() -> None:
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 1, 2, 3)
+    store(cluster, writer, keys)
+    cluster.node(1).crash()
+    cluster.node(1).start()
+    cluster.run_for(1.0)
+    again = cluster.join(1)
+    assert match(cluster, again, keys).hits == 3
+    store(cluster, again, keys)
+    assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
+
+
+def test_a_new_connection_ends_the_leases_of_the_previous_one() -> None:
+    """PeerUp without a PeerDown before it: the peer restarted faster than its connection broke."""
+    cluster = calm()
+    store(cluster, cluster.join(0), placed(cluster, 0, 1, 2))
+    reader = cluster.join(2)
+    match(cluster, reader, placed(cluster, 0, 1, 2))
+    assert cluster.core(0).census()["leases to peers"] == 1
+    cluster.node(0).deliver(events.PeerUp("n2", 9))
+    assert cluster.core(0).census()["leases to peers"] == 0
+
+
+def test_nothing_is_fetched_from_a_suspect_node() -> None:
+    """Leases made before the freeze cost one deadline together, not one each."""
+    cluster = calm()
+    writer, readers = cluster.join(0), [cluster.join(2), cluster.join(2)]
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    writer.die()
+    leases = [match(cluster, reader, keys[:1] if at else keys[1:]).lease for at, reader in enumerate(readers)]
+    located = [
+        answer(cluster, reader.processes[0], engine.Locate, lease)
+        for reader, lease in zip(readers, leases, strict=True)
+    ]
+    for source in {node for reply in located for node in reply.nodes}:
+        cluster.node(int(source.removeprefix("n"))).freeze()
+    cluster.run_for(1.0)
+    began = cluster.clock.now
+    for reader, lease in zip(readers, leases, strict=True):
+        assert list(fetch(cluster, reader, lease, 1).codes) == [Code.LOST]
+    assert cluster.clock.now - began < 0.010
+    assert cluster.core(2).counters[ABORTED] == 0
+
+
+def test_missed_deadlines_lengthen_the_next_ones() -> None:
+    peers = Peers(Context(calm(2).core(0).config), *4 * [lambda lost: None])
+    node, nbytes = NodeId("n1"), 16 << 20
+    slow_s = nbytes / 10e6
+    missed = 0
+    while (wait_s := deadline_s(peers.predict_s(node, nbytes))) < slow_s:
+        peers.missed(node, nbytes, wait_s)
+        missed += 1
+        assert missed < 10
+    assert missed > 1
+    before = peers.predict_s(node, nbytes)
+    peers.missed(node, 1000, 1.0)
+    assert peers.predict_s(node, nbytes) == before
+
+
+def test_a_large_cluster_pings_few_peers_per_interval() -> None:
+    cluster = calm(MANY)
+    sent = len(said(cluster, 0, peer.Ping))
+    intervals = 2 * ROUNDS
+    cluster.run_for(intervals * GOSSIP_S)
+    assert 0 < len(said(cluster, 0, peer.Ping)) - sent <= intervals * PINGED
+    before = [reports(cluster, node, 0) for node in range(1, MANY)]
+    # Each peer has one turn in a round of intervals, and is passed over at most once.
+    cluster.run_for((2 * ROUNDS + 1) * GOSSIP_S)
+    assert all(reports(cluster, node, 0) > before[node - 1] for node in range(1, MANY))
+
+
+def test_a_peer_that_reported_its_load_is_not_pinged() -> None:
+    cluster = calm(2)
+    before = [len(said(cluster, node, peer.Ping)) for node in (0, 1)]
+    cluster.run_for(8 * GOSSIP_S)
+    sent = Counter({node: len(said(cluster, node, peer.Ping)) - before[node] for node in (0, 1)})
+    assert 4 <= sent.total() <= 10
+
+
+def test_a_large_cluster_finds_a_frozen_node_in_two_rounds() -> None:
+    cluster = calm(MANY)
+    cluster.run_for(2 * ROUNDS * GOSSIP_S)
+    reader = cluster.join(0)
+    cluster.node(1).freeze()
+    match(cluster, reader, placed(cluster, 1, 2))
+    cluster.run_for(2 * GOSSIP_S + 0.05)
+    assert cluster.core(0).counters[SUSPECTED] == 1
+    # All other nodes find it within two rounds.
+    cluster.run_for(2 * ROUNDS * GOSSIP_S + cluster.core(0).config.suspect_s)
+    assert all(cluster.core(node).counters[SUSPECTED] == 1 for node in range(MANY) if node != 1)
+    cluster.node(1).thaw()
+    cluster.run_for(GOSSIP_S + 0.05)
+    assert all(usable(cluster, node, 1) for node in range(MANY) if node != 1)

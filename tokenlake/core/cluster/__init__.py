@@ -1,0 +1,1 @@
+"""What nodes ask of each other: lookups, leases and sends, ownership, statistics, and changes of the ring."""

@@ -1,0 +1,553 @@
+"""The other nodes: calls with deadlines, liveness, load and speed.
+
+Call deadlines and peer liveness are separate. A call that misses its deadline is a miss for its caller and makes the
+peer overdue: no call but a ping goes to the peer until it sends something, so a silent peer costs the matches that wait
+for it one deadline, and later matches nothing. A call that arrived late, or was cut short, says nothing of the peer. A
+peer that leaves pings unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
+
+::
+
+    up -- missed deadline --> overdue -- ping without answer for `suspect_s` --> SUSPECT
+     ^                           |                                                 |
+     +------- any frame ---------+------------------ any frame --------------------+
+
+The bulk path, over which segments come, has a health of its own: a peer may answer every ping although no segment can
+be fetched from it (a firewall, no descriptors left, a full backlog)::
+
+    delivers -- transfers to which no bytes came --> delivers nothing: no transfer begins, no match leases there
+       ^                                                                     |
+       +--- bytes come to a probe, which is repeated in the background ------+
+
+If the peer answers calls at once, one such transfer is enough. If it is slow to answer calls, its bulk path counts as
+dead only when transfers have together waited for `PATIENT_TRIPS` times its longest recent round trip, at most
+`suspect_s`.
+
+In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
+A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
+all carry the load. So each peer reports, and is checked, once per round, without a message to every peer in every
+interval. A peer in use that stops is noticed by the next call to it, any other peer within a round.
+
+Peers come and go with the ring record (`ownership.ring_change`). The state of a member that left is dropped; a part of
+the rules that still names it is answered as for a peer that is down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
+from tokenlake.core.instructions import Note, SendToPeer
+from tokenlake.identity import Incarnation, NodeId, SegmentKey
+from tokenlake.keys import KEY_BYTES
+from tokenlake.location import NOWHERE, Location
+from tokenlake.memory.vacancy import UNKNOWN_VACANCY, Vacancy
+from tokenlake.metrics import Metric
+from tokenlake.rate import Rate
+from tokenlake.timers import Timer
+from tokenlake.wire import peer as wire
+from tokenlake.wire.checks import REPLY_TO
+from tokenlake.wire.fields import NO_RING, RingVersion
+from tokenlake.wire.liveness import Liveness
+
+CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
+TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
+SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
+UNANSWERED = Metric(
+    "tokenlake_unanswered_fetches_total", "Transfers to which another node sent no bytes in time, or that it refused"
+)
+
+Reply = wire.LookupReply | wire.OfferReply | wire.Pong | wire.ExplainMissingReply
+OnReply = Callable[[Reply | None], None]
+
+DEFAULT_RATE = 500e6
+"""Bytes per second assumed of a peer before the first fetch from it; a sixth of the rate of loopback TCP, so that the
+first deadline holds on a slower network."""
+MEASURED_BYTES = 1 << 20
+"""Minimum bytes of a fetch that counts for the measured rate: a smaller one measures the delay of the network and not
+its rate."""
+LEAST_RATE = 10e6
+"""Minimum of the rate assumed of a peer, in bytes per second (a network of 100 Mbit/s), so that the deadlines of
+fetches from a peer that sends next to nothing stop growing."""
+MAX_SLOWDOWN = 4
+"""Maximum factor by which one fetch that missed its deadline reduces the expected rate of a peer."""
+LOAD_HOLDS_S = 1.0
+"""Minimum seconds for which a reported load counts in full. The load of a peer counts in full until the peer must have
+reported again, and decays afterwards."""
+RATE_WEIGHT = 0.2
+"""Weight of the newest fetch in the running mean of the rate."""
+PATIENT_TRIPS = 4
+"""Number of round trips of calls for which transfers from a peer may wait without bytes before its bulk path counts as
+dead."""
+PINGED = 8
+"""Number of peers that are pinged in rotation per gossip interval."""
+
+
+class Call(NamedTuple):
+    """A call to a peer that waits for an answer."""
+
+    on_reply: OnReply
+    timer: Timer
+    """The timer of the deadline."""
+    request: wire.PeerMessage
+    began: float
+    """Time in seconds at which it was sent; NaN for a call that the peer need not answer at once."""
+
+
+class Peer:
+    """State of one other node, as this node knows it."""
+
+    def __init__(self, node: NodeId) -> None:
+        self.node = node
+        self.up = False
+        self.incarnation = Incarnation(0)
+        self.liveness = Liveness()
+        self.suspect = False
+        self.location = NOWHERE
+        """The location of the peer, as it told when it connected last."""
+        self.draining = False
+        """True while the peer hands its primary copies over before it leaves: nothing is handed over to it."""
+        self.ring: RingVersion = NO_RING
+        """The ring that the peer named last."""
+        self.bulk = Liveness()
+        """Health of the bulk path. It is overdue from the time when transfers have waited too long without bytes, until
+        bytes come."""
+        self.waited_s = 0.0
+        """Seconds for which transfers have waited without bytes since the last one that was answered."""
+        self.unanswered = 0
+        """Times in a row that the bulk path became overdue before a segment came."""
+        self.slowest_s = 0.0
+        """The longest of the recent round trips of calls, in seconds; it decays with `LOAD_HALF_LIFE_S`."""
+        self.slowest_at = -math.inf
+        """Time in seconds of that round trip."""
+        self.reported_at = -math.inf
+        """Time in seconds of the newest message in which the peer reported its vacancy and load."""
+        self.vacancy = UNKNOWN_VACANCY
+        self.load = Rate(LOAD_HALF_LIFE_S)
+        """Bytes per second that the peer reports to send to engines of other nodes."""
+        self.announced = Rate(LOAD_HALF_LIFE_S)
+        """Rate of the bytes that readers fetch from the peer because this node redirected them there."""
+        self.rate = DEFAULT_RATE
+        """Bytes per second of fetches from the peer, as a running mean."""
+        self.calls: dict[int, Call] = {}
+        """Calls to the peer that wait for an answer, by call id."""
+
+    @property
+    def reachable(self) -> bool:
+        """True if one-way messages can be sent to the peer; otherwise it learns their content when it is back."""
+        return self.up and not self.suspect
+
+    @property
+    def usable(self) -> bool:
+        """True if calls can be sent to the peer now: it is connected, not SUSPECT and not overdue."""
+        return self.reachable and not self.liveness.overdue
+
+    @property
+    def delivers(self) -> bool:
+        """True if segments can be fetched from the peer now: it is usable, and its bulk path is not overdue."""
+        return self.usable and not self.bulk.overdue
+
+
+class Peers:
+    """The other members of the cluster: sends them messages and calls, and notices when one stops."""
+
+    def __init__(
+        self,
+        context: Context,
+        on_lost: Callable[[Peer], None],
+        on_suspect: Callable[[Peer], None],
+        on_restored: Callable[[Peer], None],
+        on_ring: Callable[[Peer], None],
+    ) -> None:
+        """`on_lost` is called when the connection to a peer broke, `on_suspect` when a peer became SUSPECT,
+        `on_restored` when it is back and may have missed messages, `on_ring` when a peer named another ring than that
+        of this node."""
+        self._context = context
+        self._on_lost = on_lost
+        self._on_suspect = on_suspect
+        self._on_restored = on_restored
+        self._on_ring = on_ring
+        self._peers: dict[NodeId, Peer] = {}
+        """By name, in the order of the names."""
+        self._rotation: deque[Peer] = deque()
+        self._round_s = 0.0
+        """Seconds in which every peer is pinged once, or has reported its load by itself."""
+        self._load_holds_s = LOAD_HOLDS_S
+        self.follow()
+
+    def follow(self) -> list[Peer]:
+        """Make the peers those of the ring record. Returns those that left, whose calls the caller ends with `end`."""
+        members, here = self._context.record.members, self._context.node
+        names = sorted(NodeId(name) for name in members if name != here) if here in members else []
+        staying = set(names)
+        left = [peer for name, peer in self._peers.items() if name not in staying]
+        come = [name for name in names if name not in self._peers]
+        self._peers = {name: self._peers.get(name) or Peer(name) for name in names}
+        for name, peer in self._peers.items():
+            peer.draining = members[name].draining
+        rotation = [peer for peer in self._rotation if peer.node in staying]
+        self._rotation = deque([*rotation, *(self._peers[name] for name in come)])
+        self._round_s = self._context.config.gossip_s * math.ceil(len(names) / PINGED)
+        self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
+        return left
+
+    def _peer(self, node: NodeId) -> Peer:
+        """The state of a peer; that of a peer that is down if `node` is not a member any more."""
+        return self._peers.get(node) or Peer(node)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def get(self, node: NodeId) -> Peer | None:
+        """Returns the state of another member of the cluster; None for this node and for a name that is no member."""
+        return self._peers.get(node)
+
+    def connected(self, node: NodeId) -> bool:
+        """Returns True if `node` has a control connection with this node."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.up
+
+    def usable(self, node: NodeId) -> bool:
+        """Returns True if `node` is another member of the cluster that can be called now."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.usable
+
+    def delivers(self, node: NodeId) -> bool:
+        """Returns True if `node` is another member of the cluster from which segments can be fetched now."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.delivers
+
+    def reachable(self, node: NodeId) -> bool:
+        """Returns True if `node` is another member of the cluster that can be sent one-way messages."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.reachable
+
+    def directory_nodes(self, keys: bytes) -> list[NodeId]:
+        """Returns, for each of the concatenated `keys`, the node that keeps its directory entry now: the first
+        candidate of the key, or the second while the first cannot be reached."""
+        return self.keepers(self._context.ring.candidates(keys))
+
+    def keepers(self, candidates: Iterable[tuple[NodeId, NodeId]]) -> list[NodeId]:
+        """Returns `directory_nodes` of keys with these candidates (`Ring.candidates`)."""
+        away = [peer.node for peer in self._peers.values() if not peer.reachable]
+        return [other if first in away else first for first, other in candidates]
+
+    def previous_directory_nodes(self, keys: bytes, now: Sequence[NodeId]) -> dict[int, NodeId]:
+        """Returns, by index in the concatenated `keys`, the node that kept the directory entry before the ring changed,
+        where it can be asked and is another one than now. `now`: the nodes of `directory_nodes`, one for each key.
+        Empty when no change of the ring is under way."""
+        previous, here = self._context.previous_ring, self._context.node
+        if previous is None:
+            return {}
+        able = {here, *(peer.node for peer in self._peers.values() if peer.reachable)}
+        kept = ((first if first in able else other) for first, other in previous.candidates(keys))
+        pairs = zip(kept, now, strict=True)
+        return {index: node for index, (node, keeper) in enumerate(pairs) if node != keeper and node in able}
+
+    def by_directory_node(
+        self, keys: Iterable[SegmentKey], *, previous: bool = False
+    ) -> Mapping[NodeId, list[SegmentKey]]:
+        """Returns the keys grouped by the node that keeps their directory entries now; their order is kept. `previous`:
+        keys that moved are also in the group of the node that kept their entries before the ring changed."""
+        keys = list(keys)
+        if not keys:
+            return {}
+        grouped: dict[NodeId, list[SegmentKey]] = {}
+        packed = b"".join(keys)
+        nodes = self.directory_nodes(packed)
+        for key, node in zip(keys, nodes, strict=True):
+            grouped.setdefault(node, []).append(key)
+        for index, node in self.previous_directory_nodes(packed, nodes).items() if previous else ():
+            grouped.setdefault(node, []).append(keys[index])
+        return grouped
+
+    def start(self) -> None:
+        """Begin to ping other nodes in every gossip interval."""
+        self._context.after(self._context.config.gossip_s, self._ping)
+
+    # -- connections
+
+    def came_up(self, node: NodeId, incarnation: Incarnation, location: Location = NOWHERE) -> None:
+        """A control connection to the incarnation `incarnation` of `node` was made; it replaces an earlier one.
+        `location`: that of the node."""
+        peer = self._peers[node]
+        peer.location = location
+        self.went_down(node, peer.incarnation)
+        peer.up, peer.suspect = True, False
+        peer.liveness.heard(self._context.now)
+        if peer.incarnation != incarnation:
+            peer.incarnation = incarnation
+            peer.bulk, peer.unanswered, peer.waited_s = Liveness(), 0, 0.0
+        self._on_restored(peer)
+
+    def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
+        """The control connection to `node` broke: its calls that wait for an answer fail now. A report about an earlier
+        incarnation changes nothing."""
+        peer = self._peers[node]
+        if not peer.up or peer.incarnation != incarnation:
+            return
+        self._context.emit(Note(f"peer {node} is down"))
+        self.end(peer)
+        self._on_lost(peer)
+
+    def end(self, peer: Peer) -> None:
+        """End the calls to a peer whose connection broke, or that left the ring record."""
+        peer.up = False
+        calls, peer.calls = peer.calls, {}
+        for call in calls.values():
+            call.timer.cancel()
+            call.on_reply(None)
+
+    def heard(self, node: NodeId) -> None:
+        """Another node sent a message, so it is alive: neither overdue nor SUSPECT any more."""
+        peer = self._peers[node]
+        peer.liveness.heard(self._context.now)
+        if peer.suspect:
+            peer.suspect = False
+            self._context.emit(Note(f"peer {node} answers again"))
+            self._on_restored(peer)
+
+    # -- frames
+
+    def tell(self, node: NodeId, message: wire.PeerMessage) -> None:
+        """Send a one-way message. It is dropped while the peer is down or SUSPECT: when the peer is back, this node
+        tells it again which segments it owns, and other state ends by deadlines. An overdue peer gets the message,
+        because it would not be repeated."""
+        if self.reachable(node):
+            self._context.emit(SendToPeer(node, message))
+
+    def call(
+        self,
+        node: NodeId,
+        make: Callable[[int], wire.PeerMessage],
+        deadline_s: float,
+        on_reply: OnReply,
+        *,
+        proves_life: bool = True,
+    ) -> None:
+        """Send the request `make(call id)`. `on_reply` is called exactly once, possibly before this returns: with the
+        reply, or with None after `deadline_s` seconds or when the peer cannot be called. `proves_life`: a missed
+        deadline makes the peer overdue."""
+        peer = self._peers.get(node)
+        if peer is None or not peer.usable:
+            on_reply(None)
+            return
+        self._send(peer, make, deadline_s, on_reply, proves_life)
+
+    def _send(
+        self,
+        peer: Peer,
+        make: Callable[[int], wire.PeerMessage],
+        deadline_s: float,
+        on_reply: OnReply,
+        proves_life: bool,
+    ) -> None:
+        call = self._context.next_id()
+
+        def expire() -> None:
+            peer.calls.pop(call)
+            self._context.counters.add(TIMEOUTS)
+            self._took(peer, began)
+            # A call with a shorter deadline than usual does not show that the peer is slow.
+            if proves_life and deadline_s >= 0.9 * self._context.config.match_deadline_s:
+                peer.liveness.deadline_missed()
+            request = getattr(message, "request", "")
+            if request:
+                sent = f"{type(message).__name__} to {peer.node}"
+                text = f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"
+                self._context.emit(Note(text, "missed deadline"))
+            on_reply(None)
+
+        message = make(call)
+        began = self._context.now if proves_life else math.nan
+        peer.calls[call] = Call(on_reply, self._context.after(deadline_s, expire), message, began)
+        self._context.counters.add(CALLS)
+        self._context.emit(SendToPeer(peer.node, message))
+
+    def check_reply(self, node: NodeId, message: Reply, count: int) -> None:
+        """Raises `ValueError` if this reply does not answer the type of request that its call sent, or if that request
+        did not have `count` keys. Changes nothing."""
+        waiting = self._peers[node].calls.get(message.call)
+        if waiting is None:
+            return
+        request = waiting.request
+        if REPLY_TO[type(request)] is not type(message):
+            raise ValueError(f"a {type(message).__name__} answers a {type(request).__name__}")
+        keys = getattr(request, "keys", b"")
+        if count * KEY_BYTES != len(keys):
+            raise ValueError(f"a {type(message).__name__} of {count} keys answers for {len(keys) // KEY_BYTES}")
+
+    def replied(self, node: NodeId, message: Reply) -> None:
+        """Pass a reply to the callback of its call. If a `LookupReply` came after the deadline, the lease in it is
+        released."""
+        peer = self._peers[node]
+        if not isinstance(message, wire.ExplainMissingReply):
+            self._reported(peer, message)
+        if isinstance(message, wire.LookupReply | wire.Pong):
+            self.names_ring(node, message.ring)
+        waiting = peer.calls.pop(message.call, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+            self._took(peer, waiting.began)
+            waiting.on_reply(message)
+        elif isinstance(message, wire.LookupReply) and message.lease:
+            self.tell(node, wire.ReleaseLease((message.lease,)))
+
+    # -- liveness and load
+
+    def _ping(self) -> None:
+        config = self._context.config
+        pinged = self._next_pinged()
+        if pinged:
+            vacancy, load, ring = self._context.vacancy(), self._context.load(), self._context.ring_version
+        for peer in pinged:
+            self._send(
+                peer,
+                lambda call: wire.Ping(call, vacancy, load, ring),
+                config.suspect_s,
+                lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
+                proves_life=True,
+            )
+        self._context.after(self._context.config.gossip_s, self._ping)
+
+    def _next_pinged(self) -> list[Peer]:
+        doubted = [peer for peer in self._peers.values() if peer.up and (peer.liveness.overdue or peer.suspect)]
+        next_ones = list(islice(self._rotation, PINGED))
+        self._rotation.rotate(-len(next_ones))
+        since = self._context.now - self._round_s
+        return doubted + [peer for peer in next_ones if peer.usable and peer.reported_at < since]
+
+    def _ponged(self, peer: Peer, reply: Reply | None) -> None:
+        if reply is None and peer.up and not peer.suspect:
+            peer.suspect = True
+            self._context.counters.add(SUSPECTED)
+            self._context.emit(Note(f"peer {peer.node} is SUSPECT: no answer for {self._context.config.suspect_s} s"))
+            self._on_suspect(peer)
+
+    def pinged(self, node: NodeId, message: wire.Ping) -> None:
+        """Answer a ping of `node`, and record the vacancy and load that it reports."""
+        self._reported(self._peers[node], message)
+        self.names_ring(node, message.ring)
+        vacancy, load, ring = self._context.vacancy(), self._context.load(), self._context.ring_version
+        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, ring)))
+
+    def _reported(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
+        peer.reported_at = self._context.now
+        peer.vacancy = Vacancy(*message.vacancy)
+        peer.load.set(message.load, self._context.now + self._load_holds_s)
+
+    def load(self, node: NodeId) -> float:
+        """Returns the load of a peer in bytes per second: the load that it reported plus that of the readers that this
+        node redirected there lately. The sum may count a read twice."""
+        peer, now = self._peers[node], self._context.now
+        return peer.load.at(now) + peer.announced.at(now)
+
+    def will_read(self, node: NodeId, nbytes: int) -> None:
+        """Count as load of `node` the `nbytes` that a reader will fetch there because this node redirects it. No report
+        of `node` includes them yet."""
+        self._peers[node].announced.add(nbytes, self._context.now)
+
+    @property
+    def notices_s(self) -> float:
+        """Seconds after which every node has noticed that another node stopped."""
+        return 2 * self._round_s + self._context.config.suspect_s
+
+    def names_ring(self, node: NodeId, ring: RingVersion) -> None:
+        """Handle the ring that a message of `node` names as that of `node`."""
+        peer = self._peers[node]
+        peer.ring = ring
+        if ring != self._context.ring_version:
+            self._on_ring(peer)
+
+    def silent_since(self, node: NodeId, began: float) -> None:
+        """A transfer from `node` missed its deadline: the node becomes overdue if it has sent nothing since the time
+        `began`."""
+        self._peer(node).liveness.deadline_missed(began)
+
+    # -- the bulk path
+
+    def bulk_answered(self, node: NodeId) -> None:
+        """A transfer from `node` was answered: segments can be fetched from it."""
+        peer = self._peer(node)
+        if peer.bulk.overdue:
+            self._context.emit(Note(f"peer {node} delivers segments again"))
+        peer.bulk.heard(self._context.now)
+        peer.waited_s = 0.0
+
+    def bulk_alive(self, node: NodeId) -> bool:
+        """Returns False from the time when transfers from `node` have waited too long without bytes, until one is
+        answered; otherwise True."""
+        return not self._peer(node).bulk.overdue
+
+    def patience_s(self, node: NodeId) -> float:
+        """Returns the seconds for which transfers from `node` may wait without bytes before its bulk path counts as
+        dead. A node under load, or behind a slow network, is slow to answer calls as well."""
+        return min(PATIENT_TRIPS * self._slowest_s(self._peer(node)), self._context.config.suspect_s)
+
+    def _slowest_s(self, peer: Peer) -> float:
+        if not peer.slowest_s:
+            return 0.0
+        half_lives = (self._context.now - peer.slowest_at) / LOAD_HALF_LIFE_S
+        return peer.slowest_s * math.exp2(-half_lives)
+
+    def _took(self, peer: Peer, began: float) -> None:
+        """Record the round trip of a call that was sent at the time `began` and ends now; NaN is ignored."""
+        seconds = self._context.now - began
+        if seconds > self._slowest_s(peer):
+            peer.slowest_s, peer.slowest_at = seconds, self._context.now
+
+    def bulk_silent(self, node: NodeId, began: float, waited_s: float) -> int:
+        """A transfer of segments from `node` that began at the time `began` was not answered in `waited_s` seconds.
+        Once transfers have waited for `patience_s`, no segments are fetched from the node until `bulk_answered` is
+        called for it, unless another transfer was answered since `began`. Returns how many times in a row the bulk path
+        became overdue; 0 if it did not become overdue by this call."""
+        peer = self._peer(node)
+        self._context.counters.add(UNANSWERED)
+        known = peer.bulk.overdue
+        peer.waited_s += waited_s
+        if peer.waited_s < self.patience_s(node):
+            return 0
+        peer.bulk.deadline_missed(began)
+        if known or not peer.bulk.overdue:
+            return 0
+        peer.unanswered += 1
+        self._context.emit(Note(f"peer {node} delivers nothing: no bytes came to a fetch, and it is asked for none"))
+        return peer.unanswered
+
+    # -- speed
+
+    def predict_s(self, node: NodeId, nbytes: int) -> float:
+        """Returns the expected seconds of a fetch of `nbytes` from `node`, from the measured rate."""
+        return nbytes / self._peer(node).rate
+
+    def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
+        """Record that a fetch of `nbytes` from `node` took `seconds`, for the measured rate."""
+        peer = self._peer(node)
+        peer.unanswered = 0
+        if nbytes >= MEASURED_BYTES:
+            rate = nbytes / max(seconds, 1e-6)
+            peer.rate = max(LEAST_RATE, peer.rate + RATE_WEIGHT * (rate - peer.rate))
+
+    def missed(self, node: NodeId, nbytes: int, seconds: float) -> None:
+        """Reduce the expected rate of `node`, because a fetch of `nbytes` was not done after `seconds`. Later fetches
+        then get a longer deadline: on a network that became slower none would end in time otherwise. The reduction is
+        bounded, because the peer may only have paused, and the rate does not fall below `LEAST_RATE`."""
+        if nbytes >= MEASURED_BYTES:
+            peer = self._peer(node)
+            slower = min(peer.rate, nbytes / max(seconds, 1e-6))
+            peer.rate = max(LEAST_RATE, peer.rate / MAX_SLOWDOWN, slower)
+
+    def census(self) -> dict[str, int]:
+        """How many calls to other nodes wait for an answer; one call to each peer that is up may be a ping. For gauges,
+        and for tests that look for leaks."""
+        return {"calls": sum(len(peer.calls) for peer in self._peers.values())}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a call waits at a peer that is down."""
+        assert list(self._peers) == sorted(self._peers)
+        assert sorted(peer.node for peer in self._rotation) == list(self._peers)
+        for peer in self._peers.values():
+            assert peer.up or not peer.calls, f"calls wait at {peer.node}, which is down"

@@ -1,0 +1,201 @@
+"""Writes of local engines: prepare, then commit or abort.
+
+Prepare reserves slots and sets in-flight markers at the directory nodes. Commit publishes the segments at once, and
+this node owns them (`ownership.owner`). Neither waits for the network.
+"""
+
+from __future__ import annotations
+
+from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.handover import Handover
+from tokenlake.core.cluster.owner import Ownership
+from tokenlake.core.context import Context
+from tokenlake.core.engines.access import Touches, with_access
+from tokenlake.core.engines.grants import PIECE, Grants, Write
+from tokenlake.core.engines.sessions import Process, Session
+from tokenlake.core.instructions import Answer
+from tokenlake.core.report.refusals import Refusals
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey, WriteId
+from tokenlake.memory import Kind, Segment, State
+from tokenlake.metrics import Metric
+from tokenlake.wire import Code
+from tokenlake.wire import engine as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.slots import NO_SLOT_BYTES, split_keys
+
+STORED = Metric("tokenlake_stored_segments_total", "Segments committed by engines of this node")
+WRITTEN_BYTES = Metric("tokenlake_written_bytes_total", "Bytes of segments committed by engines of this node", "tenant")
+STORE_SECONDS = Metric(
+    "tokenlake_store_seconds",
+    "Time from the reservation of slots to the commit of the last of them, of writes that were committed",
+    kind="histogram",
+)
+
+
+class Writes:
+    """Handles the requests by which local engines write segments: Prepare, Attach, Commit and Abort."""
+
+    def __init__(
+        self,
+        context: Context,
+        grants: Grants,
+        directory_node: DirectoryNode,
+        ownership: Ownership,
+        handover: Handover,
+        touches: Touches,
+        refusals: Refusals,
+    ) -> None:
+        self._context = context
+        self._refusals = refusals
+        self._seconds = context.counters.histogram(STORE_SECONDS)
+        self._grants = grants
+        self._directory_node = directory_node
+        self._ownership = ownership
+        self._handover = handover
+        self._touches = touches
+
+    def prepare(self, process: Process, request: wire.Prepare) -> None:
+        """Reserve slots for segments that an engine will write. The answer has one code per key, and a slot for each
+        key with the code RESERVED. After a refusal no further key of the request gets a slot, and none behind the first
+        `PIECE` keys does."""
+        session, store = process.session, self._context.store
+        everything = split_keys(request.keys)
+        keys = everything[:PIECE]
+        access, parents = session.recent.access(everything, request.first)
+        hints = with_access(request.hints, access)
+        write = Write(WriteId(self._context.next_id()), process.connection)
+        room = self._grants.reserve_room(session)
+        codes = bytearray()
+        slots: list[bytes] = []
+        refusal: Code | None = None
+        for index, key in enumerate(keys):
+            known = store.get(session.tenant, key)
+            outcome: Segment | Code
+            if known is not None:
+                outcome = Code.EXISTS if known.state is State.READY else Code.PENDING
+            elif refusal is not None:
+                outcome = refusal
+            else:
+                depth = request.first + index
+                outcome = self._reserve(session, key, depth, room - len(write.open), hints, parents[index])
+            if isinstance(outcome, Segment):
+                write.open[index] = outcome
+                codes.append(Code.RESERVED)
+                slots.append(outcome.packed)
+            else:
+                codes.append(outcome)
+                slots.append(NO_SLOT_BYTES)
+                if outcome.refused:
+                    refusal = outcome
+                    self._refusals.refused(session.tenant, key, outcome)
+                    continue
+            self._refusals.served(session.tenant, key)
+        beyond = len(everything) - len(keys)
+        for key in everything[PIECE:]:
+            self._refusals.refused(session.tenant, key, Code.SESSION_LIMIT)
+        # The engine computed segments again that this node has (EXISTS): that counts as a read of them. They are looked
+        # up anew, since the reservation for a later key of this request may have evicted one.
+        existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
+        found = self._context.ready(session.tenant, existing)
+        self._touches.read([segment for segment in found if segment is not None], hints)
+        if write.open:
+            self._grants.add_write(session, write)
+            reserved = [segment.key for segment in write.open.values()]
+            self._directory_node.announce(session.tenant, reserved, self._context.config.reservation_s)
+        packed = b"".join(slots) + NO_SLOT_BYTES * beyond
+        reply = wire.Prepared(
+            request.id, write.id if write.open else 0, bytes(codes) + bytes([Code.SESSION_LIMIT]) * beyond, packed
+        )
+        self._context.emit(Answer(process.connection, reply))
+
+    def _reserve(
+        self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints, parent: SegmentKey | None
+    ) -> Segment | Code:
+        store = self._context.store
+        if room <= 0:
+            if store.pool(session.tenant, session.slot_bytes) is not None:
+                return Code.SESSION_LIMIT
+            return store.refusal(session.tenant, session.slot_bytes, Code.NO_REGION)
+        now = self._context.now
+        segment = store.reserve(session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, now, hints, parent)
+        if isinstance(segment, Segment):
+            segment.missing_shards = (1 << session.shards) - 1
+            segment.checksums = bytes(CHECKSUM_BYTES * session.shards)
+        return segment
+
+    def attach(self, process: Process, request: wire.Attach) -> None:
+        """Let another process of the session fill shards of a write: the slots stay pinned until it gives them back as
+        well. The answer has one code for each index up to the last uncommitted segment: RESERVED for an uncommitted
+        one, or EXPIRED if the deadline of the write has passed; COMMITTED for all others, also where the write reserved
+        none; SESSION_LIMIT for all if a limit is reached."""
+        write = process.session.writes[WriteId(request.lease)]
+        count = max(write.open) + 1
+        if not self._grants.attach(process.session, write, process.connection):
+            refused = wire.Prepared(request.id, 0, bytes([Code.SESSION_LIMIT]) * count, NO_SLOT_BYTES * count)
+            self._context.emit(Answer(process.connection, refused))
+            return
+        open_code = Code.EXPIRED if write.expired else Code.RESERVED
+        codes = bytes(open_code if index in write.open else Code.COMMITTED for index in range(count))
+        slots = b"".join(write.open[at].packed if at in write.open else NO_SLOT_BYTES for at in range(count))
+        self._context.emit(Answer(process.connection, wire.Prepared(request.id, write.id, codes, slots)))
+
+    def commit(self, process: Process, request: wire.Commit) -> None:
+        """Commit shards of a write: segments whose shards are all committed are published. After the deadline of the
+        write nothing is published, and the process gives back the slots that the request names."""
+        session = process.session
+        write = session.writes.get(WriteId(request.write))
+        if write is None or write.expired:
+            codes = bytes([Code.EXPIRED]) * len(request.indices)
+            if write is not None:
+                self._grants.give_back(session, write, process.connection, request.indices)
+        else:
+            codes = self._publish(process, write, request)
+        self._context.emit(Answer(process.connection, wire.Committed(request.id, codes)))
+
+    def _publish(self, process: Process, write: Write, request: wire.Commit) -> bytes:
+        session = process.session
+        shards = [shard for shard in range(session.shards) if request.shards >> shard & 1]
+        per_segment = CHECKSUM_BYTES * len(shards)
+        codes = bytearray()
+        whole: list[Segment] = []
+        for position, index in enumerate(request.indices):
+            segment = write.open.get(index)
+            checksums = request.checksums[position * per_segment : (position + 1) * per_segment]
+            if segment is None or len(checksums) != per_segment:
+                codes.append(Code.EXPIRED)
+                continue
+            segment.checksums = _with_checksums(segment.checksums, shards, checksums)
+            for shard in shards:
+                segment.missing_shards &= ~(1 << shard)
+            codes.append(Code.RESERVED if segment.missing_shards else Code.COMMITTED)
+            if segment.missing_shards:
+                self._grants.filled(write, process.connection, index)
+            else:
+                self._context.store.publish(segment, segment.checksums, self._context.now)
+                self._grants.committed(session, write, index)
+                whole.append(segment)
+        if whole and not write.open:
+            self._seconds.add(self._context.now - write.began)
+        self._context.counters.add(STORED, len(whole))
+        self._context.counters.add_for(WRITTEN_BYTES, len(whole) * session.slot_bytes, session.tenant)
+        self._ownership.committed(session.tenant, whole)
+        self._handover.committed(whole)
+        return bytes(codes)
+
+    def abort(self, process: Process, request: wire.Abort) -> None:
+        """Abort a write for one process: it gives back all slots of the write."""
+        write = process.session.writes.get(WriteId(request.write))
+        if write is not None:
+            self._grants.give_back(process.session, write, process.connection)
+
+
+def _with_checksums(known: bytes, shards: list[int], new: bytes) -> bytes:
+    """Returns the checksums `known` of a segment's shards, with those of `shards` replaced by `new`, in order."""
+    if len(new) == len(known):
+        return new
+    merged = bytearray(known)
+    for position, shard in enumerate(shards):
+        at = shard * CHECKSUM_BYTES
+        merged[at : at + CHECKSUM_BYTES] = new[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
+    return bytes(merged)

@@ -1,0 +1,197 @@
+"""The slots of one tenant and one slot size (a pool): free slots, counts by kind of segment, budgets, orders of
+eviction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from tokenlake.identity import SegmentKey
+from tokenlake.memory.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.memory.retention import HIGH_SHARE, Retention
+from tokenlake.memory.segment import Kind, PoolId, Segment, State
+from tokenlake.rate import Rate
+
+USE_HALF_LIFE_S = 5.0
+"""Seconds after which a use counts half in the rate of uses: memory follows within some of them."""
+
+
+MAX_KEPT = 128
+"""Maximum number of segments that one search for a victim keeps for their children: each takes some 5 us."""
+MAX_PASSED = 1024
+"""Maximum number of segments that such a search then passes to find one without children."""
+MAX_CHILDREN = 64
+"""Maximum number of children of a segment among which the one that stays longest is looked for."""
+
+
+class Budgets(msgspec.Struct, frozen=True):
+    """Shares of a pool's slots, 0 to 1, for two kinds of segments. Each share is at least two slots, so that a tiny
+    arena works."""
+
+    cached: float = 0.10
+    """Share of the slots up to which cached copies may displace primary copies. Beyond it they may only use free slots,
+    or displace primary copies while all cached copies are pinned."""
+    dirty: float = 0.45
+    """Maximum share of the slots for segments that engines are writing."""
+
+
+class SlotPool:
+    """The slots of one tenant and one slot size. Only `SegmentStore` changes it; `retention` also learns from the core
+    of segments that come back from disk."""
+
+    def __init__(self, pool: PoolId, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
+        """`policy`: makes the eviction policy of the primary copies."""
+        self.id = pool
+        self.tenant, self.slot_bytes = pool
+        self.used = -math.inf
+        """Time in seconds at which an engine of this node last read or wrote a segment of the pool."""
+        self._uses = Rate(USE_HALF_LIFE_S)
+        self.budgets = budgets
+        self.regions: list[int] = []
+        self.slots = 0
+        self.free: list[tuple[int, int]] = []
+        """Free slots as (region, slot); the last one is used next."""
+        self.retention = Retention(policy(), lambda: self.budget(HIGH_SHARE, self.slots))
+        """The order in which primary copies are evicted."""
+        # Lists by kind: hashing an enum member for a dict runs Python code, and this is the hot path.
+        self.orders: list[EvictionPolicy] = [
+            LeastRecentlyUsed(),
+            LeastRecentlyUsed(),
+            self.retention,
+        ]
+        """For each kind, the order in which its READY segments are evicted, without the segments that are excluded from
+        it. Segments that were just written are in an order until their kind is decided, but are never evicted from
+        it."""
+        self.children: dict[SegmentKey, dict[Segment, None]] = {}
+        """The primary copies that continue a prompt behind each key, whose segment may be here or not."""
+        self.counts = [0] * len(Kind)
+        """Number of RESERVED and READY segments of each kind."""
+        self.quarantined = 0
+        self.draining: int | None = None
+        """The region that the pool is giving away, None without one: its slots do not count, and get no new
+        segments."""
+
+    def use(self, segments: int, now: float) -> None:
+        """Count segments that engines of this node read, or get slots to write."""
+        self.used = now
+        self._uses.add(segments, now)
+
+    def turnover_s(self, now: float) -> float:
+        """Returns the seconds in which engines of this node use as many segments as the pool has slots, at their recent
+        rate; infinite for a pool that they do not use."""
+        rate = self._uses.at(now)
+        return self.slots / rate if rate else math.inf
+
+    def add_region(self, region: int, slots: int) -> None:
+        """Cut a fresh region into free slots."""
+        self.regions.append(region)
+        self.slots += slots
+        self.free.extend(zip(itertools.repeat(region), range(slots - 1, -1, -1), strict=False))
+
+    def drain(self, region: int, slots: int) -> None:
+        """Begin to give a region of so many slots away: they get no new segments."""
+        self.draining = region
+        self.slots -= slots
+        self.free = [place for place in self.free if place[0] != region]
+
+    def keep(self, slots: int, free: list[tuple[int, int]]) -> None:
+        """End `drain` without giving the region away. `free`: its free slots."""
+        self.draining = None
+        self.slots += slots
+        self.free.extend(free)
+
+    def drop_region(self, region: int) -> None:
+        """Forget a region that was drained, and is empty."""
+        self.draining = None
+        self.regions.remove(region)
+
+    def give_back(self, region: int, slot: int) -> None:
+        """Make a slot free, which holds no segment any more."""
+        if region != self.draining:
+            self.free.append((region, slot))
+
+    def budget(self, share: float, slots: int) -> int:
+        """Returns `share` of `slots` in whole slots, at least two."""
+        return max(2, math.ceil(share * slots))
+
+    def victim(self, kind: Kind, now: float) -> Segment | None:
+        """Returns the unpinned segment of `kind` to evict next, None if all are pinned. Pinned segments before it are
+        in use: they count as accessed now, and leave the order until their last pin goes, so that no search passes over
+        the same segment twice. A primary copy stays as long as its last child here, which no match finds without
+        it."""
+        order, kept = self.orders[kind], 0
+        while len(order):
+            segment = order.victim(now)
+            if segment.pins:
+                order.remove(segment, now, evicted=False)
+                segment.excluded, segment.touched = True, now
+            elif kind is not Kind.PRIMARY or segment.key not in self.children:
+                return segment
+            elif kept < MAX_KEPT and self._keep(segment, now):
+                kept += 1
+            else:
+                ends = (each for each in itertools.islice(order, MAX_PASSED) if each.key not in self.children)
+                return next((each for each in ends if not each.pins), segment)
+        return None
+
+    def _keep(self, segment: Segment, now: float) -> bool:
+        """Let a primary copy stay as long as the one of its children that stays longest. Returns False if all are in
+        use, or the order has no other place for it."""
+        newest = itertools.islice(reversed(self.children[segment.key]), MAX_CHILDREN)
+        idle = [child for child in newest if not child.excluded]
+        return bool(idle) and self.retention.follow(
+            segment, max(idle, key=lambda child: self.retention.rank(child, now))
+        )
+
+    def link(self, segment: Segment, parent: SegmentKey) -> None:
+        """Set the parent of a segment, which has none yet."""
+        segment.parent = parent
+        if segment.kind is Kind.PRIMARY and segment.state is State.READY:
+            self.children.setdefault(parent, {})[segment] = None
+
+    def enter(self, segment: Segment, now: float) -> None:
+        """Add a READY segment to the order of its kind."""
+        self.orders[segment.kind].insert(segment, now)
+        if segment.parent is not None and segment.kind is Kind.PRIMARY:
+            self.children.setdefault(segment.parent, {})[segment] = None
+
+    def leave(self, segment: Segment, now: float, evicted: bool = False) -> None:
+        """Take a segment out of the order of its kind, also one that is excluded from it. `evicted`: it left for want
+        of memory."""
+        if segment.excluded:
+            segment.excluded = False
+        else:
+            self.orders[segment.kind].remove(segment, now, evicted)
+        if segment.parent is not None and segment.kind is Kind.PRIMARY:
+            siblings = self.children[segment.parent]
+            del siblings[segment]
+            if not siblings:
+                del self.children[segment.parent]
+
+    def readmit(self, segment: Segment) -> None:
+        """Put an excluded segment back in order: its last pin went, or it was touched."""
+        segment.excluded = False
+        self.enter(segment, segment.touched)
+
+    def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
+        """Raises AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
+        places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
+        places = [place for place in places if place[0] != self.draining]
+        assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"
+        assert self.quarantined == len(quarantined), f"counted {self.quarantined} in quarantine, are {len(quarantined)}"
+        for kind in Kind:
+            of_kind = [s for s in segments if s.kind is kind]
+            assert self.counts[kind] == len(of_kind), f"{kind.name}: counted {self.counts[kind]}, are {len(of_kind)}"
+            ready = [s for s in of_kind if s.state is State.READY]
+            assert set(self.orders[kind]) == {s for s in ready if not s.excluded}
+            assert all(s.pins for s in ready if s.excluded)
+        children = [child for each in self.children.values() for child in each]
+        primary = {s for s in segments if s.kind is Kind.PRIMARY and s.state is State.READY and s.parent is not None}
+        assert set(children) == primary
+        assert len(children) == len(primary)
+        assert all(self.children.values())
+        assert all(s.pins > 0 for s in quarantined)
+        assert all(s.pins >= 0 for s in segments)

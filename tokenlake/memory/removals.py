@@ -1,0 +1,55 @@
+"""A log of the segments that left this node, or became no primary copy: when, where and by which rule. `tokenlake
+explain` reads it to say why a request missed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from tokenlake.identity import SegmentKey, TenantId
+
+POLICY_RULE = "least retention value"
+CACHED_RULE = "least recently used of the cached copies"
+RECLAIMED_RULE = "its memory went to another tenant or layout"
+NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
+DISK_RULE = "least retention value on disk"
+DISK_DAMAGED_RULE = "its bytes on disk were wrong or could not be read"
+DISK_GONE_RULE = "its disk was set aside"
+CORRUPT_RULE = "its bytes were wrong"
+OPERATOR_RULE = "an operator evicted it"
+
+MAX_REMOVALS = 1 << 15
+"""Maximum number of segments in the log; the oldest entry is dropped first."""
+
+
+class Removal(NamedTuple):
+    """How a segment left a node, or why it became no primary copy."""
+
+    at: float
+    rule: str
+    node: str = ""
+    """Name of the node that the segment left; empty for this node."""
+    unused_s: float = 0.0
+    """Seconds from the segment's last access until it left; 0 if they are not known."""
+
+
+class RemovalLog:
+    """A log of segments that left this node, and of segments that left other nodes and that these reported to this node
+    as the directory node."""
+
+    def __init__(self) -> None:
+        self._removals: OrderedDict[tuple[TenantId, SegmentKey], Removal] = OrderedDict()
+
+    def add(self, tenant: TenantId, key: SegmentKey, removal: Removal) -> None:
+        """Add an entry to the log; it replaces an earlier entry of the same segment."""
+        self._removals[tenant, key] = removal
+        self._removals.move_to_end((tenant, key))
+        if len(self._removals) > MAX_REMOVALS:
+            self._removals.popitem(last=False)
+
+    def get(self, tenant: TenantId, key: SegmentKey) -> Removal | None:
+        """Returns the newest entry of a segment, or None if the log has none."""
+        return self._removals.get((tenant, key))
+
+    def __len__(self) -> int:
+        return len(self._removals)

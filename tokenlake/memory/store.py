@@ -1,0 +1,651 @@
+"""The segments of one node: their index, slots, pins, budgets and eviction."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
+
+from tokenlake.hints import NO_HINTS, AccessRecord, Hints
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.memory.changes import ChangeLog
+from tokenlake.memory.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.memory.eviction.odds import Odds
+from tokenlake.memory.pool import Budgets, SlotPool
+from tokenlake.memory.region import RegionShape, stride_of
+from tokenlake.memory.region_allocator import RegionAllocator
+from tokenlake.memory.removals import (
+    CACHED_RULE,
+    CORRUPT_RULE,
+    NOT_ADMITTED_RULE,
+    OPERATOR_RULE,
+    POLICY_RULE,
+    RECLAIMED_RULE,
+    Removal,
+    RemovalLog,
+)
+from tokenlake.memory.segment import Kind, PoolId, Segment, State
+from tokenlake.memory.slot_table import Cursor, SlotTable
+from tokenlake.memory.vacancy import MAX_RETENTION_VALUE, Vacancy
+from tokenlake.metrics import Counters, Metric
+from tokenlake.wire.codes import Code
+from tokenlake.wire.fields import MAX_SECONDS
+from tokenlake.wire.slots import SlotRef
+
+NOT_ADMITTED = Metric(
+    "tokenlake_not_admitted_segments_total",
+    "Segments that became no primary copy, because the next victim had a higher retention value",
+)
+EVICTED = Metric("tokenlake_evicted_segments_total", "Segments evicted for want of memory, cached copies included")
+ORPHANED = Metric(
+    "tokenlake_orphaned_segments_total",
+    "Primary copies that lost the segment before them in their prompt to an eviction: no match finds them until it is "
+    "stored again. `rule`: `primary` and `cached` by the order of eviction of such copies, `in_use` where engines read "
+    "what continues it, `reclaimed` where its memory got another size of segments or another tenant",
+    "rule",
+)
+QUARANTINED = Metric(
+    "tokenlake_quarantined_segments_total", "Segments that left the index while a process could still use the slot"
+)
+HEALED = Metric(
+    "tokenlake_healed_segments_total",
+    "Segments of which a copy with wrong bytes was found here, and a sound copy came later",
+)
+
+MAX_VICTIM_SCAN = 64
+"""Maximum number of segments to examine to find the age of the segment that would be evicted next."""
+MAX_PRESSED = 64
+"""Maximum number of pools to remember in which no slot was free."""
+MAX_LEARNED_POOLS = 64
+"""Maximum number of pools without memory whose statistics of the eviction policy are kept."""
+MAX_CORRUPT = 1 << 12
+"""Maximum number of segments with wrong bytes to remember until a sound copy comes."""
+RECLAIM_SLOTS = 1024
+"""Number of segments after which a call that takes away a region examines no further region."""
+RECLAIM_EVICTIONS = 128
+"""Maximum number of segments that one call evicts to take away a region."""
+
+_NO_SEGMENTS: dict[SegmentKey, Segment] = {}
+_GONE = State.GONE
+"""A constant for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
+
+
+class SegmentStore:
+    """The segments and slots of one node. All changes are synchronous: a reservation takes a slot, with an eviction if
+    necessary, or is refused at once.
+
+    The store collects changes, which its caller takes: `NodeCore` empties `reissued` and `evicted`, the disk tier
+    (`core.disk`) `left` and `evictions`. `reissued`: slots with a new generation. `evicted`: copies that left and that
+    a directory node may still name: primary copies, cached copies without a known owner, and every copy with wrong
+    bytes.
+    """
+
+    def __init__(
+        self,
+        regions: int,
+        region_bytes: int,
+        budgets: Budgets,
+        counters: Counters,
+        policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
+        quotas: Mapping[str, float] = MappingProxyType({}),
+        removals: RemovalLog | None = None,
+        *,
+        made: bool = True,
+    ) -> None:
+        """`regions`, `region_bytes`, `quotas`, `made`: as of `RegionAllocator`. `policy`: makes the policy of eviction
+        of each pool. `removals`: where the store writes why segments left."""
+        self.regions = RegionAllocator(regions, region_bytes, quotas, made=made)
+        """The memory of each tenant. Of other modules only `core.regions` changes it."""
+        self.opened: list[tuple[int, int, int]] = []
+        """Regions that got a tenant, as (region, bytes, bytes of a slot); the caller empties the list."""
+        self.reissued: list[SlotRef] = []
+        self.evicted: list[Segment] = []
+        self.arrivals = 0
+        """Number of segments that became READY so far."""
+        self.on_arrival: Callable[[Segment], None] = lambda segment: None
+        """Called with each segment that becomes READY."""
+        self.spare: Callable[[TenantId, int], Segment | None] = lambda tenant, slot_bytes: None
+        """Returns an unpinned primary copy, of this tenant and size, that is on disk too: memory evicts it first."""
+        self.left: list[Segment] = []
+        """Segments with an entry in the disk tier that left memory; the caller empties the list."""
+        self.evictions: dict[PoolId, int] = {}
+        """Number of segments that were evicted for want of memory, by pool; the caller empties the map."""
+        self.changes = ChangeLog()
+        """The log of the segments that became READY, and of those that left."""
+        self._counters = counters
+        self._budgets = budgets
+        self._policy = policy
+        self._removals = RemovalLog() if removals is None else removals
+        self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
+        self._pools: dict[PoolId, SlotPool] = {}
+        self._slots = SlotTable()
+        self._quarantine: dict[SlotRef, Segment] = {}
+        self._pressed: dict[PoolId, None] = {}
+        """Pools in which engines of this node wanted a slot and found none free."""
+        self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
+        """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
+        self._exchanging = 1
+        """Number of nodes that merge each other's statistics of the eviction policy."""
+        self._odds: dict[PoolId, Odds] = {}
+        """Models of re-use for pools that have no memory now."""
+        self._learned: dict[PoolId, bytes] = {}
+        """Statistics of the eviction policy for pools that have no memory now, the newest last."""
+
+    # -- looking up
+
+    def get(self, tenant: TenantId, key: SegmentKey) -> Segment | None:
+        """Returns the tenant's RESERVED or READY segment of `key`; None without one."""
+        return self._index.get(tenant, _NO_SEGMENTS).get(key)
+
+    def index(self, tenant: TenantId) -> dict[SegmentKey, Segment]:
+        """Returns the tenant's RESERVED and READY segments by key; the caller must not change the map."""
+        return self._index.get(tenant, _NO_SEGMENTS)
+
+    def segments(self) -> Iterable[Segment]:
+        """Yields all RESERVED and READY segments, by tenant in order of insertion."""
+        for index in self._index.values():
+            yield from index.values()
+
+    def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
+        """Returns the segments in the next `slots` slots from `start` on, those in quarantine included, and the cursor
+        at which the walk continues (None at the end). A segment that stays is passed exactly once, however many come
+        and go between two calls."""
+        return self._slots.walk(start, slots)
+
+    def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
+        """Returns the tenant's pool of slots of this size. A pool that does not exist yet is made with a spare region;
+        None if no spare region has room for a slot, or the tenant's quota is used."""
+        at = PoolId(tenant, slot_bytes)
+        pool = self._pools.get(at)
+        if pool is None:
+            if self.regions.fits(tenant, slot_bytes) is None:
+                return None
+            pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
+            pool.retention.restore(self._learned.pop(at, b""))
+            pool.retention.exchange_among(self._exchanging)
+            self._grow(pool)
+        return pool
+
+    def pools(self) -> Iterable[SlotPool]:
+        """All pools with memory, in order of creation."""
+        return self._pools.values()
+
+    def region_owner(self, region: int) -> SlotPool | None:
+        """Returns the pool to which a region belongs; None without one."""
+        return next((pool for pool in self._pools.values() if region in pool.regions), None)
+
+    def capacity(self, pool: PoolId) -> int:
+        """Returns the number of slots of a pool: those of its regions and of the regions that it can still get. Raises
+        KeyError for a pool that never had a region."""
+        return self._capacity(self._pools[pool])
+
+    def unusable(self) -> int:
+        """Returns the bytes of memory that can hold no segment: of regions, and what is left beside them and takes no
+        slot of any pool."""
+        left = self.regions.unmade
+        wasted = 0
+        for pool in self._pools.values():
+            held = sum(self._slots.count(region) for region in pool.regions)
+            wasted += sum(map(self.regions.size, pool.regions)) - held * pool.slot_bytes
+        least = min((stride_of(pool.slot_bytes) for pool in self._pools.values()), default=0)
+        return wasted + (left if self._pools and left < least and not self.regions.making else 0)
+
+    def vacancy(self, now: float) -> Vacancy:
+        """Returns how much room this node has: the share of its memory that is free and, over the primary copies that
+        its pools would evict next, the greatest time since the last access and the least retention value."""
+        total = self.regions.total
+        free = self.regions.free
+        age, retention_value = 0.0, MAX_RETENTION_VALUE
+        for pool in self._pools.values():
+            free += len(pool.free) * pool.slot_bytes
+            if not len(order := pool.retention):
+                continue
+            # The vacancy is computed for each answer to another node, so that it must not change the order of eviction:
+            # pinned segments are skipped and stay in the order. If the first `MAX_VICTIM_SCAN` segments are all pinned,
+            # the pool counts as one without a segment to evict.
+            victim: Segment | None = order.victim(now)
+            if victim is not None and victim.pins:
+                victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)
+            if victim is not None:
+                age = max(age, now - victim.touched)
+                retention_value = min(retention_value, order.retention_value(victim, now))
+        return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
+
+    def retention_value(self, segment: Segment, now: float) -> float:
+        """Returns the value of keeping a READY primary copy; infinite for one that is in use."""
+        return math.inf if segment.excluded else self._pools[segment.pool].retention.retention_value(segment, now)
+
+    # -- life of a segment
+
+    def reserve(
+        self,
+        tenant: TenantId,
+        slot_bytes: int,
+        key: SegmentKey,
+        kind: Kind,
+        depth: int,
+        now: float,
+        hints: Hints = NO_HINTS,
+        parent: SegmentKey | None = None,
+    ) -> Segment | Code:
+        """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
+        the reason of the refusal.
+
+        The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
+        too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
+        budget takes the slot of a primary copy first, so that the budget can fill; beyond the budget, only when all
+        cached copies are pinned, so that the leased part of a prompt does not keep the rest of it from being read
+        (test_a_cached_tail_leaves_room_for_its_head).
+        """
+        pool = self.pool(tenant, slot_bytes)
+        if pool is None:
+            self._press(PoolId(tenant, slot_bytes))
+            return self.refusal(tenant, slot_bytes, Code.NO_REGION)
+        if kind is not Kind.PRIMARY:
+            pool.use(1, now)
+        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(self._budgets.dirty, self._capacity(pool)):
+            return Code.WRITE_BUDGET
+        if not pool.free:
+            if self.regions.fits(tenant, slot_bytes) is not None:
+                self._grow(pool)
+            elif kind is not Kind.PRIMARY:
+                self._press(pool.id)
+        if not pool.free and kind is Kind.DIRTY and self.regions.making and self.room(pool):
+            # Memory is coming, so that no segment is evicted for want of it: the engine tries again.
+            return Code.NO_REGION
+        # Mostly one eviction is enough; the slot of a segment in a region that is being given away does not become
+        # free.
+        while not pool.free:
+            victim = self._victim(pool, kind, now)
+            if victim is None:
+                return self.refusal(tenant, slot_bytes, Code.NO_SLOT)
+            # The kind is PRIMARY for segments that another node hands over: they take the slot of a primary copy only
+            # if the policy values them more. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
+            if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
+                return Code.NOT_ADMITTED
+            self._evict(victim, now)
+        segment = Segment(pool.id, key, self._slots.next_generation(*pool.free.pop()), kind, depth, now)
+        segment.pins = 1
+        segment.hints = hints
+        segment.parent = parent
+        pool.counts[kind] += 1
+        self._index.setdefault(tenant, {})[key] = segment
+        self._slots.put(segment)
+        self.reissued.append(segment.place)
+        return segment
+
+    def admits_primary(self, segment: Segment, now: float) -> bool:
+        """Returns True if this segment, which an engine has written, should become a primary copy of this node: memory
+        is free, or the eviction policy admits it."""
+        pool = self._pools[segment.pool]
+        free = bool(pool.free) or self.regions.fits(*pool.id) is not None
+        return free or self._admits(pool, segment.key, segment.hints, now)
+
+    def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
+        """Make a RESERVED segment READY, with its checksums. The caller's pin stays."""
+        assert segment.state is State.RESERVED
+        segment.state = State.READY
+        self.arrivals += 1
+        self.on_arrival(segment)
+        self.changes.stored(segment)
+        segment.checksums = checksums
+        self._pools[segment.pool].enter(segment, now)
+        if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
+            del self._corrupt[segment.tenant, segment.key]
+            self._counters.add(HEALED)
+
+    def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
+        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin.
+        `evicted`: the policy keeps a ghost, because the segment left for want of memory."""
+        pool = self._pools[segment.pool]
+        if segment.state is State.READY:
+            pool.leave(segment, now, evicted)
+            self.changes.gone(segment)
+        if segment.disk >= 0:
+            self.left.append(segment)
+        segment.state = State.GONE
+        pool.counts[segment.kind] -= 1
+        del self._index[segment.tenant][segment.key]
+        if segment.pins:
+            self._quarantine[segment.place] = segment
+            pool.quarantined += 1
+            self._counters.add(QUARANTINED)
+        else:
+            self._free(pool, segment)
+
+    def drop(self, segment: Segment, now: float) -> None:
+        """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins, and add it to
+        `evicted`."""
+        self.found_corrupt(segment.tenant, segment.key)
+        self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
+        self.evicted.append(segment)
+        self.discard(segment, now)
+
+    def evict(self, segment: Segment, now: float) -> None:
+        """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
+        self._log_removal(segment, now, OPERATOR_RULE)
+        self.discard(segment, now, evicted=True)
+
+    def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
+        """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
+        healed."""
+        self._corrupt[tenant, key] = None
+        if len(self._corrupt) > MAX_CORRUPT:
+            self._corrupt.popitem(last=False)
+
+    def become(self, segment: Segment, kind: Kind, now: float) -> None:
+        """Change the kind of an indexed segment."""
+        if segment.kind is kind:
+            return
+        pool = self._pools[segment.pool]
+        if segment.state is State.READY:
+            pool.leave(segment, now)
+        pool.counts[segment.kind] -= 1
+        segment.kind = kind
+        pool.counts[kind] += 1
+        if segment.state is State.READY:
+            pool.enter(segment, now)
+
+    def pin(self, *segments: Segment) -> None:
+        """Keep the slots of the segments as they are until `unpin`, which each `pin` needs once."""
+        for segment in segments:
+            segment.pins += 1
+
+    def unpin(self, *segments: Segment) -> None:
+        """Undo one `pin` of each segment. The last one frees a slot in quarantine."""
+        for segment in segments:
+            segment.pins -= 1
+            if segment.pins:
+                continue
+            if segment.excluded:
+                self._pools[segment.pool].readmit(segment)
+            elif segment.state is _GONE:
+                pool = self._pools[segment.pool]
+                del self._quarantine[segment.place]
+                pool.quarantined -= 1
+                self._free(pool, segment)
+
+    def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
+        """Count an access of READY segments of one prompt. They come in prompt order and are touched deepest first, so
+        that a parent outlives its children. `hints`: those of the request, if it gave any."""
+        if not segments:
+            return
+        if hints is not None:
+            _apply_hints(segments, hints)
+        at = segments[0].pool
+        pool = self._pools[at]
+        pool.use(len(segments), now)
+        for segment in reversed(segments):
+            if segment.pool is not at:
+                at = segment.pool
+                pool = self._pools[at]
+            if segment.excluded:
+                pool.readmit(segment)
+            pool.orders[segment.kind].touch(segment, now)
+
+    def link(self, keys: Sequence[SegmentKey], segments: Sequence[Segment | None]) -> None:
+        """Note which segment each one of a prompt continues. `segments`: those of `keys`, which follow each other; None
+        where this node has none."""
+        before: SegmentKey | None = None
+        for key, segment in zip(keys, segments, strict=False):
+            if segment is not None and segment.parent is None and before is not None and segment.state is not _GONE:
+                self._pools[segment.pool].link(segment, before)
+            before = key
+
+    def hint(self, segments: Sequence[Segment], hints: Hints, now: float) -> None:
+        """Apply hints that came after the match to READY segments of one prompt; no access."""
+        _apply_hints(segments, hints)
+        for segment in reversed(segments):
+            if not segment.excluded:
+                self._pools[segment.pool].orders[segment.kind].hints_changed(segment, now)
+
+    # -- knowledge of the policies
+
+    def last_access(
+        self, tenant: TenantId, keys: Sequence[SegmentKey], now: float
+    ) -> tuple[int, AccessRecord, float] | None:
+        """Returns (index, last access record, seconds since then) of the last of `keys` that this node remembers as
+        evicted or refused; None without one."""
+        if not keys:
+            return None
+        # Mostly a tenant has one pool. Segments with the same key have the same size.
+        pools = (pool for pool in self._pools.values() if pool.tenant == tenant)
+        known = [access for pool in pools if (access := pool.retention.last_access(keys, now)) is not None]
+        return max(known, default=None, key=operator.itemgetter(0))
+
+    def learned(self) -> dict[PoolId, bytes]:
+        """Returns the statistics that the eviction policies of primary copies have learned, by pool, also of pools that
+        have no memory now."""
+        live = {at: pool.retention.save() for at, pool in self._pools.items()}
+        return {at: data for at, data in (self._learned | live).items() if data}
+
+    def odds(self, tenant: TenantId, slot_bytes: int) -> Odds:
+        """Returns the model of re-use of the primary copies of this tenant and size. Without memory for them it is the
+        model that they will begin with, or a new one where the policy has none."""
+        at = PoolId(tenant, slot_bytes)
+        if at in self._pools:
+            known = self._pools[at].retention.odds
+            if known is not None:
+                return known
+        odds = self._odds.get(at)
+        if odds is None:
+            odds = self._odds[at] = Odds()
+            if learned := self._learned.get(at):
+                odds.restore(learned)
+            while len(self._odds) > MAX_LEARNED_POOLS:
+                del self._odds[next(iter(self._odds))]
+        return odds
+
+    def accesses(self, segment: Segment) -> int:
+        """Returns the counted accesses of a segment of this node, also of one that was just evicted; at least 1."""
+        pool = self._pools.get(segment.pool)
+        return 1 if pool is None else pool.retention.accesses(segment)
+
+    def exchange_among(self, nodes: int) -> None:
+        """Tell the eviction policies how many nodes, this one included, merge each other's statistics. A policy that
+        learns may adapt its rate to this number, because each node sees only a part of the requests."""
+        self._exchanging = nodes
+        for pool in self._pools.values():
+            pool.retention.exchange_among(nodes)
+
+    def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
+        """Merge the statistics of another node's store into the pools that are here as well. Raises ValueError for data
+        that an equal policy did not save."""
+        for at, data in learned.items():
+            if at in self._pools:
+                self._pools[at].retention.merge(data)
+
+    def restore_learned(self, learned: Mapping[PoolId, bytes]) -> None:
+        """Let pools that are made later begin with these statistics, which `learned` returned for an equal policy."""
+        for at, data in learned.items():
+            self._learned.pop(at, None)
+            self._learned[at] = data
+            self._odds.pop(at, None)
+            while len(self._learned) > MAX_LEARNED_POOLS:
+                del self._learned[next(iter(self._learned))]
+
+    # -- regions
+
+    def refusal(self, tenant: TenantId, slot_bytes: int, reason: Code) -> Code:
+        """Returns `QUOTA` if the tenant's quota is the reason why a reservation was refused, else `reason`."""
+        limited = self.regions.at_quota(tenant, slot_bytes) and self.regions.total > self.regions.quota(tenant)
+        return Code.QUOTA if limited else reason
+
+    @property
+    def pressed(self) -> bool:
+        """True if engines of this node found no free slot in some pool since the last `take_pressed`."""
+        return bool(self._pressed)
+
+    def take_pressed(self) -> list[PoolId]:
+        """Returns the pools in which engines of this node found no free slot since the last call, and forgets them."""
+        taken, self._pressed = list(self._pressed), {}
+        return taken
+
+    def has_room(self, tenant: TenantId, slot_bytes: int) -> bool:
+        """Returns True if the tenant has a free slot of this size, or may take a spare region."""
+        pool = self._pools.get(PoolId(tenant, slot_bytes))
+        return bool(pool is not None and pool.free) or self.regions.fits(tenant, slot_bytes) is not None
+
+    def has_spare_slots(self, pool: SlotPool) -> bool:
+        """Returns True if more slots of the pool are free than two regions have."""
+        return len(pool.free) > 2 * self._slots.count(pool.regions[0])
+
+    def least_used(self, pool: SlotPool, passed: Container[int] = ()) -> tuple[int, int] | None:
+        """Returns (number of busy segments, region) for the region of `pool` with the fewest busy segments, which are
+        pinned or being written; of several the one with the fewest segments. Regions in `passed` are left out. A call
+        examines some of the regions, and the next call begins with the others; None if it examined no region."""
+        looked = 0
+        best: tuple[int, int, int] | None = None
+        for region in tuple(pool.regions):
+            if looked >= RECLAIM_SLOTS:
+                break
+            pool.regions.append(pool.regions.pop(0))
+            if region in passed:
+                continue
+            inside = self._slots.in_region(region)
+            looked += len(inside)
+            found = sum(map(_in_use, inside)), len(inside), region
+            if best is None or found < best:
+                best = found
+        return None if best is None else (best[0], best[2])
+
+    def drain(self, pool: SlotPool, now: float, region: int | None = None) -> tuple[int, int]:
+        """Take a region away from a pool, over several calls. The first call begins with `region` (None: the least
+        used), which gets no new segments; each call evicts some of its segments. Returns (region, number of its
+        segments that are left): without one its memory is unmade."""
+        if pool.draining is None:
+            chosen = self.least_used(pool) if region is None else (0, region)
+            assert chosen is not None
+            pool.drain(chosen[1], self._slots.count(chosen[1]))
+        assert pool.draining is not None
+        inside = self._slots.in_region(pool.draining)
+        idle = [segment for segment in inside if not _in_use(segment)][:RECLAIM_EVICTIONS]
+        for segment in idle:
+            self._evict(segment, now, RECLAIMED_RULE)
+        drained = pool.draining
+        if len(idle) < len(inside):
+            return drained, len(inside) - len(idle)
+        pool.drop_region(drained)
+        self._slots.drop_region(drained)
+        self.regions.give_up(pool.tenant, drained)
+        if not pool.regions:
+            del self._pools[pool.id]
+            self.restore_learned({pool.id: pool.retention.save()})
+        return drained, 0
+
+    def stop_draining(self, pool: SlotPool) -> None:
+        """Let a pool keep the region that it was giving away: its slots may get new segments again."""
+        assert pool.draining is not None
+        pool.keep(self._slots.count(pool.draining), self._slots.free_in(pool.draining))
+
+    def grow(self, tenant: TenantId, slot_bytes: int) -> None:
+        """Give the tenant a spare region for slots of this size, if its quota leaves room."""
+        pool = self._pools.get(PoolId(tenant, slot_bytes))
+        if pool is None:
+            self.pool(tenant, slot_bytes)
+        elif self.regions.fits(tenant, slot_bytes) is not None:
+            self._grow(pool)
+
+    # -- inside
+
+    def _capacity(self, pool: SlotPool) -> int:
+        return pool.slots + self.room(pool)
+
+    def room(self, pool: SlotPool) -> int:
+        """Returns the number of slots that a pool can still get of the memory that no tenant has."""
+        return self.regions.room(pool.tenant) // stride_of(pool.slot_bytes)
+
+    def _press(self, pool: PoolId) -> None:
+        if len(self._pressed) < MAX_PRESSED:
+            self._pressed[pool] = None
+
+    def _free(self, pool: SlotPool, segment: Segment) -> None:
+        self._slots.clear(segment.place)
+        pool.give_back(segment.place.region, segment.place.slot)
+
+    def _grow(self, pool: SlotPool) -> None:
+        """Give the pool a spare region. The caller has checked that there is one and that the tenant may take it."""
+        region, nbytes = self.regions.take(*pool.id)
+        slots = RegionShape(nbytes, pool.slot_bytes).slots
+        self._slots.add_region(region, slots)
+        pool.add_region(region, slots)
+        self.opened.append((region, nbytes, pool.slot_bytes))
+
+    def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
+        admitted = pool.retention.admits(key, hints, now)
+        if not admitted:
+            self._counters.add(NOT_ADMITTED)
+            self._removals.add(pool.tenant, key, Removal(now, NOT_ADMITTED_RULE))
+        return admitted
+
+    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+        """Returns the segment to evict for a new one of `kind`; None when all are pinned.
+
+        A new primary copy displaces a cached one only where these are beyond their budget: otherwise the segments that
+        other nodes hand over would evict those that the engines of this node read, and each read would transfer them
+        again.
+        """
+        room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
+        keep_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
+        expired = pool.retention.expired(now)
+        for victims in (Kind.PRIMARY, Kind.CACHED) if keep_cached or expired else (Kind.CACHED, Kind.PRIMARY):
+            on_disk = self.spare(*pool.id) if victims is Kind.PRIMARY and not expired else None
+            victim = on_disk or pool.victim(victims, now)
+            if victim is not None:
+                return victim
+        return None
+
+    def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
+        """Evict a segment for want of memory, and log why. `rule`: the reason, if it is not the order of eviction."""
+        self._counters.add(EVICTED)
+        children = self._pools[segment.pool].children.get(segment.key, ()) if segment.disk < 0 else ()
+        if children:
+            in_use = any(child.pins for child in children)
+            why = "reclaimed" if rule == RECLAIMED_RULE else "in_use" if in_use else segment.kind.name.lower()
+            self._counters.add_for(ORPHANED, len(children), why)
+        self.evictions[segment.pool] = self.evictions.get(segment.pool, 0) + 1
+        if not rule and segment.kind is Kind.PRIMARY:
+            rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
+        self._log_removal(segment, now, rule or CACHED_RULE)
+        self.discard(segment, now, evicted=True)
+
+    def _log_removal(self, segment: Segment, now: float, rule: str) -> None:
+        """Log why a segment leaves, and put it in `evicted` if a directory node may name it."""
+        removal = Removal(now, rule, unused_s=max(0.0, now - segment.touched))
+        self._removals.add(segment.tenant, segment.key, removal)
+        if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):
+            self.evicted.append(segment)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
+        for at, pool in self._pools.items():
+            segments = [s for s in self.segments() if s.pool == at]
+            gone = [s for s in self._quarantine.values() if s.pool == at]
+            pool.check_integrity(segments, gone)
+            pool.retention.check_integrity()
+        for tenant, index in self._index.items():
+            for key, segment in index.items():
+                assert (segment.tenant, segment.key) == (tenant, key)
+                assert segment.state is not State.GONE
+        self._slots.check_integrity()
+        assert {id(s) for s in self._slots} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
+        self.regions.check_integrity({region: pool.tenant for pool in self.pools() for region in pool.regions})
+
+
+def _in_use(segment: Segment) -> bool:
+    """Returns True if the segment is pinned or being written, so that its region cannot be given away."""
+    return segment.pins > 0 or segment.kind is Kind.DIRTY
+
+
+def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:
+    """Merge `hints` over the hints of each segment. Segments of one prompt mostly have the same hints, so the result of
+    one merge is used for many."""
+    previous, merged = NO_HINTS, hints
+    for segment in segments:
+        if segment.hints is not previous:
+            previous = segment.hints
+            merged = hints.merged_over(previous)
+        segment.hints = merged
