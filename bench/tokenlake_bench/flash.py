@@ -33,7 +33,6 @@ class FlashCrowd:
 
     @property
     def name(self) -> str:
-        """Name of the workload in reports, with the time of the flash crowd; see `Workload`."""
         return f"{self._workload.name}, flash crowd at {self.at_s:g} s"
 
     def __len__(self) -> int:

@@ -70,13 +70,15 @@ class LiveClient:
         tenant: str | None = None,
         chain: ChainOf = chain_of,
         haste: float = 1.0,
+        match_s: float | None = MATCH_S,
     ) -> None:
         """`window`: number of segments read at a time. `tenant`: the tenant in whose name the expected bytes are
-        computed, by default that of the connection. `haste`: seconds of the daemon's clock per real second."""
+        computed, by default that of the connection. `haste`: seconds of the daemon's clock per real second. `match_s`:
+        deadline of a match; None: the daemon's."""
         self.pool = pool
         self._window = window
         self._chain = chain
-        self._match_s = MATCH_S * haste
+        self._match_s = None if match_s is None else match_s * haste
         # With 0 the daemon predicts the deadline of a fetch. On a clock that runs faster than real time the shortest
         # predicted deadline is too short in real time, so a fixed one is given.
         self._fetch_s = MATCH_S * haste if haste > 1 else 0.0

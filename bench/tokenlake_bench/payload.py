@@ -79,7 +79,6 @@ def check(data: NDArray[np.uint8], digest: bytes) -> bool:
 
 
 def wrong_bytes(data: NDArray[np.uint8], digest: bytes) -> int:
-    """The number of bytes of `data` that differ from those of the segment with this `digest`; see `check`."""
     if check(data, digest):
         return 0
     expected = np.empty_like(data)

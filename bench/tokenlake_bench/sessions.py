@@ -108,7 +108,6 @@ class SessionTrace:
 
     @property
     def name(self) -> str:
-        """Name of the trace in reports; see `Workload`."""
         return self._name
 
     def __len__(self) -> int:

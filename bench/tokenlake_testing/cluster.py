@@ -101,13 +101,13 @@ class Node:
                 self.process.send_signal(signal.SIGCONT)
                 self.process.terminate()
 
-    def stop(self) -> int:
+    def stop(self, within_s: float = STOP_S) -> int:
         """End the daemon with SIGTERM. Returns the exit status; a process that does not end in time is killed."""
         if self.process is None:
             return 0
         self.terminate()
         try:
-            return self.process.wait(STOP_S)
+            return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
@@ -178,22 +178,32 @@ class Cluster:
         """Deadlines with which the clients that `connect` opens make their calls."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
-        self.ports = {name: reserve_port() for name in node_names(nodes)}
+        self.ports: dict[str, int] = {}
         """The port at which the daemon of each node listens, by name of the node."""
+        self._module, self._network = module, network
         common = {"memory": memory, "region-size": region_size}
-        common |= {name.replace("_", "-"): value for name, value in settings.items()}
-        self.nodes = []
-        for node, own in self.ports.items():
-            reached = (
-                self.ports
-                if via is None
-                else {other: port if other == node else via[node, other] for other, port in self.ports.items()}
-            )
-            hosts = {name: "127.0.0.1" if network is None else network.host(name) for name in self.ports}
-            peers = ",".join(f"{other}={hosts[other]}:{port}" for other, port in reached.items())
-            settings_of_node = {"peers": peers, **common, "listen": f"{hosts[node]}:{own}"}
-            namespace = None if network is None else network.namespace(node)
-            self.nodes.append(Node(node, self.directory, settings_of_node, module, namespace))
+        self._common = common | {name.replace("_", "-"): value for name, value in settings.items()}
+        self.nodes: list[Node] = []
+        for name in node_names(nodes):
+            self.add(name)
+        if "etcd" in settings:
+            return
+        hosts = {name: "127.0.0.1" if network is None else network.host(name) for name in self.ports}
+        for node in self.nodes:
+            own = {node.name: self.ports[node.name]}
+            others = [name for name in self.ports if name != node.name]
+            reached = self.ports if via is None else own | {other: via[node.name, other] for other in others}
+            node.settings.setdefault("peers", ",".join(f"{name}={hosts[name]}:{reached[name]}" for name in self.ports))
+
+    def add(self, name: str) -> Node:
+        """A further node, which is not started. It knows the other ones where the setting `etcd` is given."""
+        network = self._network
+        host = "127.0.0.1" if network is None else network.host(name)
+        self.ports[name] = reserve_port()
+        settings = {**self._common, "listen": f"{host}:{self.ports[name]}"}
+        namespace = None if network is None else network.namespace(name)
+        self.nodes.append(Node(name, self.directory, settings, self._module, namespace))
+        return self.nodes[-1]
 
     def give_disks(self, within: Path | None = None, nbytes: int = 0) -> None:
         """Give each node a disk tier of at most `nbytes` (0: the default of the setting); before the start. Its

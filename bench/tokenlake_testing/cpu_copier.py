@@ -18,6 +18,5 @@ class CpuCopier(SegmentCopier):
         self._device = device
 
     def bind(self, layout: Layout, layers: Sequence[LayerPair]) -> SegmentCopy:
-        """See `SegmentCopier`."""
         there = self._device.tensor
         return super().bind(layout, [(there(keys), there(values)) for keys, values in layers])

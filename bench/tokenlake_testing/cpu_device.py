@@ -79,21 +79,17 @@ class CpuStream:
         return self._device.tensor(torch.full((count,), 0xA5, dtype=torch.uint8).view(dtype).view(shape))
 
     def run(self, kernels: Callable[[], None]) -> None:
-        """See `Stream`."""
         self._queued("run", kernels)
 
     def to_device(self, target: Any, source: NDArray[np.uint8]) -> None:
-        """See `Stream`."""
         _check_sizes(target, source)
         self._queued("to_device", lambda: _bytes_of(target).copy_(torch.from_numpy(self._reached(source).copy())))
 
     def to_host(self, target: NDArray[np.uint8], source: Any) -> None:
-        """See `Stream`."""
         _check_sizes(source, target)
         self._queued("to_host", lambda: np.copyto(self._reached(target), _bytes_of(source).numpy()))
 
     def wait(self, point: Any) -> None:
-        """See `Stream`."""
         self._queue.put(point.reached.wait)
 
     def point(self) -> Any:
@@ -154,17 +150,14 @@ class _Memory:
 
     @property
     def tensor(self) -> Any:
-        """See `DeviceMemory`."""
         return self._tensor
 
     def handle(self) -> bytes:
-        """See `DeviceMemory`."""
         if not self._owned or self._closed:
             raise DeviceFailed("only the process that allocated memory has its handle, until it closes it")
         return f"{os.getpid()}:{self._descriptor}".encode()
 
     def close(self) -> None:
-        """See `DeviceMemory`."""
         if not self._closed:
             self._closed, self._tensor = True, None
             os.close(self._descriptor)
@@ -217,23 +210,18 @@ class CpuDevice:
             _thread.running = False
 
     def stream(self) -> CpuStream:
-        """See `Device`."""
         return CpuStream(self)
 
     def computed(self) -> Any:
-        """See `Device`."""
         return self.engine.point()
 
     def mark(self) -> Any:
-        """See `Device`."""
         return self.engine.point()
 
     def between(self, first: Any, last: Any) -> float | None:
-        """See `Device`."""
         return float(last.at[0] - first.at[0]) if last.reached.is_set() else None
 
     def lock(self, address: int, nbytes: int, *, write: bool) -> Callable[[], None] | None:
-        """See `Device`."""
         try:
             self.attempt("lock")
         except DeviceFailed:
@@ -242,7 +230,6 @@ class CpuDevice:
         return (lambda: locks.unpin(address)) if locks.pin(address, nbytes, write=write) else None
 
     def allocate(self, nbytes: int) -> DeviceMemory:
-        """See `Device`."""
         self.attempt("allocate")
         descriptor = os.memfd_create("device")
         os.ftruncate(descriptor, nbytes)

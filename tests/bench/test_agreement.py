@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tokenlake_bench.baselines import intern_segments
-from tokenlake_bench.live import PATIENT, LiveOptions, run_live
+from tokenlake_bench.cache_hit import CacheHitArguments, run_live
+from tokenlake_bench.daemons import PATIENT
 from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
@@ -27,7 +28,7 @@ def test_daemons_and_simulated_nodes_agree() -> None:
     nodes = 2
     live = run_live(
         workload,
-        LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, speed=SPEED),
+        CacheHitArguments(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, speed=SPEED),
         lambda log: None,
     )
     patience = {name.removesuffix("_ms") + "_s": int(value) / 1000 for name, value in PATIENT.items()}

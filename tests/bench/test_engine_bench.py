@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from tokenlake.errors import ConfigurationError, Unreachable
-from tokenlake_bench.engine_bench import EngineArguments, run_engine
-from tokenlake_bench.engine_families import families_of, reason_of
-from tokenlake_bench.engine_lmcache import LMCacheServer, check_lmcache
-from tokenlake_bench.engine_pair import EnginePair
-from tokenlake_bench.engine_workload import Conversations
+from tokenlake_bench.engine.command import EngineArguments, _Pair, run_engine
+from tokenlake_bench.engine.families import families_of, reason_of
+from tokenlake_bench.engine.lmcache import LMCacheServer, check_lmcache
+from tokenlake_bench.engine.workload import Conversations
 from tokenlake_testing.engine_lines import Timed
 from tokenlake_testing.families import FAMILIES, save_adapter
 from tokenlake_testing.tiny_model import TinyModel
@@ -38,7 +37,7 @@ PARENT = """
 import sys
 from pathlib import Path
 import psutil
-from tokenlake_bench.engine_lmcache import LMCacheServer
+from tokenlake_bench.engine.lmcache import LMCacheServer
 with LMCacheServer(sys.executable, 64, directory=Path(sys.argv[1])):
     print(psutil.Process().children()[0].pid, flush=True)
     sys.stdin.read()
@@ -99,7 +98,7 @@ def test_a_conversation_alternates_between_engines() -> None:
     """The requests of a conversation alternate between the engines."""
     workload = Conversations(conversations=2, turns=3, systems=1, system_tokens=10, question_tokens=5)
     first, second = FakeEngine(1), FakeEngine(2)
-    pair = EnginePair("pool", (first, second), workload)  # type: ignore[arg-type]
+    pair = _Pair("pool", (first, second), workload)  # type: ignore[arg-type]
     for turn in range(workload.turns):
         for number, question in enumerate(workload.questions(turn)):
             pair.serve(turn, number, question)

@@ -154,7 +154,8 @@ def test_a_hit_at_another_node_costs_network_and_copy() -> None:
     assert row.remote_share == 1.0
     assert row.engine_share == 0.0
     first, second = run.answers
-    moved_s = ENGINE.transfer_s(8 * TOKENS) + 2 * ENGINE.host_copy_s(8 * TOKENS)
+    rate = ENGINE.gpu.network_rate * ENGINE.gpu.network_efficiency
+    moved_s = 8 * TOKENS * ENGINE.model.cache_bytes / rate + 2 * ENGINE.host_copy_s(8 * TOKENS)
     expected = first.ttft_s + moved_s + ENGINE.prefill_s(10, 8 * TOKENS)
     # The second request hears of the stored segments up to 50 ms late.
     assert expected <= second.ttft_s <= expected + 0.05

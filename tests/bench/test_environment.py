@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.environment import check_interpreter, check_modules
+from tokenlake_bench.engine.environment import check_interpreter, check_modules
 
 TOKENLAKE = "from tokenlake.command import main; main()"
 WITHOUT = """

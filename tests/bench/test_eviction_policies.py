@@ -12,11 +12,10 @@ from tests.rules import test_retention as retention
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tests.rules.test_store_machine import SEARCH, StoreMachine
 from tokenlake.memory.eviction import EvictionPolicy
-from tokenlake_bench.eviction.arc import AdaptiveReplacement
 from tokenlake_bench.eviction.s3fifo import MOST_PASSED, S3Fifo
 
 Make = Callable[[], EvictionPolicy]
-every_policy = pytest.mark.parametrize("make", [S3Fifo, AdaptiveReplacement])
+every_policy = pytest.mark.parametrize("make", [S3Fifo])
 CONTRACT: tuple[Callable[[Make], None], ...] = (
     contract.test_an_empty_order_has_no_victim,
     contract.test_each_segment_is_evicted_once,
@@ -72,13 +71,8 @@ class S3FifoMachine(StoreMachine):
     policy = S3Fifo
 
 
-class ArcMachine(StoreMachine):
-    policy = AdaptiveReplacement
-
-
 TestS3Fifo = S3FifoMachine.TestCase
-TestArc = ArcMachine.TestCase
-TestS3Fifo.settings = TestArc.settings = settings(SEARCH, max_examples=60)
+TestS3Fifo.settings = settings(SEARCH, max_examples=60)
 
 
 def test_s3fifo_keeps_a_scan_on_probation() -> None:
@@ -114,27 +108,6 @@ def test_s3fifo_moves_a_bounded_number_at_a_time() -> None:
     memory.evict(20.0)
     # The eviction moved `MOST_PASSED` requested segments to the end of the order and evicted the next one.
     assert next(iter(policy)).key == key_of(MOST_PASSED + 1)
-
-
-def test_arc_moves_its_border_when_ghosts_return() -> None:
-    """ARC moves the border between its lists when segments that were evicted after one use are requested again:
-    afterwards it keeps more segments of a scan."""
-
-    def kept(missed: bool) -> int:
-        memory = Memory(AdaptiveReplacement(), 20)
-        for number in range(10):
-            memory.store(("again", number), 0, float(number))
-            memory.request([("again", number)], 20.0 + number)
-        for number in range(20):
-            memory.store(number, 0, 50.0 + number)
-        if missed:
-            for number in range(10):
-                memory.store(number, 0, 100.0 + number)
-        for number in range(20):
-            memory.store(("scan", number), 0, 200.0 + number)
-        return sum(isinstance(name, tuple) and name[0] == "scan" for name in memory.here)
-
-    assert kept(missed=True) > kept(missed=False)
 
 
 @every_policy

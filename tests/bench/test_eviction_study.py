@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tokenlake.errors import ConfigurationError
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints, Outlook
 from tokenlake.memory.eviction import LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.eviction.bounds import bounds_of
-from tokenlake_bench.eviction.hints import hints
-from tokenlake_bench.eviction.policies import STUDIED
-from tokenlake_bench.eviction.results import Ceiling, Cell, result_of
-from tokenlake_bench.eviction.stores import NodeStores, least_cost
-from tokenlake_bench.eviction.timed import Timed
+from tokenlake_bench.eviction.command import STUDIED, Ceiling, Cell, compared, hints
+from tokenlake_bench.eviction.stores import StudiedStore
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
 TOKENS = 64
@@ -42,12 +36,12 @@ def conversations(requests: int = 120) -> Accesses:
     return intern_segments(builtin_workload(BuiltinSettings(requests=requests)), TOKENS)
 
 
-def serve(stores: NodeStores, asked: Accesses) -> int:
+def serve(stores: StudiedStore, asked: Accesses) -> int:
     """Number of hit segments."""
     hits = 0
     for prompt in asked.prompts:
         hits += stores.serve(prompt, NO_HINTS)
-    stores.check_integrity()
+    stores.store.check_integrity()
     return hits
 
 
@@ -60,65 +54,28 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=40
 @given(TEXTS, st.integers(1, 12))
 def test_lru_through_the_stores_is_the_lru_of_the_baselines(texts: list[tuple[int, ...]], capacity: int) -> None:
     asked = accesses(texts)
-    stores = NodeStores(asked, 1, 10 * capacity, LeastRecentlyUsed)
+    stores = StudiedStore(asked, 10 * capacity, LeastRecentlyUsed)
     assert 10 * serve(stores, asked) == global_lru(asked, 10 * capacity).hit_tokens
-    assert stores.orphans() == 0
-    assert stores.held() <= capacity
+    assert len(list(stores.store.segments())) <= capacity
 
 
-@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)), st.integers(1, 3))
-def test_no_policy_exceeds_the_clairvoyant_bound(
-    texts: list[tuple[int, ...]], each: int, policy: str, nodes: int
-) -> None:
+@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)))
+def test_no_policy_exceeds_the_clairvoyant_bound(texts: list[tuple[int, ...]], capacity: int, policy: str) -> None:
     asked = accesses(texts)
-    stores = NodeStores(asked, nodes, 10 * each * nodes, STUDIED[policy])
-    assert 10 * serve(stores, asked) <= bounds_of(asked).clairvoyant(each * nodes).hit_tokens
-    assert stores.copies() == stores.held() if nodes == 1 else stores.copies() >= stores.held()
+    hits = 10 * serve(StudiedStore(asked, 10 * capacity, STUDIED[policy]), asked)
+    assert hits <= bounds_of(asked).clairvoyant(capacity).hit_tokens
 
 
-def test_nodes_without_pressure_find_all_there_is() -> None:
+def test_a_store_without_pressure_finds_all_there_is() -> None:
     asked = conversations()
-    for nodes in (1, 4, 20):
-        stores = NodeStores(asked, nodes, 4_000_000, LeastRecentlyUsed)
-        assert TOKENS * serve(stores, asked) == infinite_cache(asked).hit_tokens
-        assert stores.orphans() == 0
-
-
-def test_several_nodes_decide_by_themselves() -> None:
-    asked = conversations()
-    alone, apart = (NodeStores(asked, nodes, 12_000, LeastRecentlyUsed) for nodes in (1, 6))
-    assert 0.7 * serve(alone, asked) < serve(apart, asked) < serve(alone, asked)
-    assert alone.orphans() == 0
-
-
-def test_a_prompt_is_computed_where_it_starts_soonest() -> None:
-    rng = random.Random(0)
-    assert least_cost([0, 0, 0], [30, 20, 20], [0, 20, 0], rng) == 2
-    assert least_cost([0, 0, 25], [30, 20, 20], [0, 20, 0], rng) == 0
-    assert {least_cost([0, 0, 0], [10, 20, 20], [10, 0, 0], rng) for _ in range(50)} == {0, 1, 2}
-
-
-def test_a_prompt_goes_to_its_prefix_or_around_a_queue() -> None:
-    """A prompt goes to its prefix unless that node has a queue."""
-    prompt = accesses([(0, 1, 2, 3)]).prompts[0]
-    # Two prompts of the same moment: the second one reads at the other node, which keeps a copy.
-    asked = Accesses(10, [dataclasses.replace(prompt, at_s=at_s) for at_s in (0.0, 5.0, 10.0, 10.0)])
-    longer = dataclasses.replace(prompt, tokens=93, chain=(*prompt.chain, 4, 5, 6, 7, 8), at_s=10.0)
-    asked.prompts[2] = longer
-    stores = NodeStores(asked, 2, 10_000, LeastRecentlyUsed)
-    copies = []
-    for each in asked.prompts:
-        stores.serve(each, NO_HINTS)
-        copies.append((stores.held(), stores.copies()))
-    stores.check_integrity()
-    assert copies == [(4, 4), (4, 4), (9, 9), (9, 13)]
+    assert TOKENS * serve(StudiedStore(asked, 4_000_000, LeastRecentlyUsed), asked) == infinite_cache(asked).hit_tokens
 
 
 def test_no_policy_takes_a_parent_before_its_children() -> None:
     asked = accesses([(0, 1, 2), (3,)])
-    stores = NodeStores(asked, 1, 30, _ParentsFirst)
+    stores = StudiedStore(asked, 30, _ParentsFirst)
     serve(stores, asked)
-    assert (stores.held(), stores.orphans()) == (3, 0)
+    assert len(list(stores.store.segments())) == 3
 
 
 class _ParentsFirst(LeastRecentlyUsed):
@@ -140,8 +97,6 @@ def test_hints_have_the_given_accuracy_and_depend_on_the_seed() -> None:
     assert said == hints(prompts, 0.9, 3) != hints(prompts, 0.9, 4)
     assert not any(a == b for a, b in zip(hints(prompts, 0.0, 0), truth, strict=True))
     assert hints(prompts, None, 0) == [NO_HINTS] * 2_000
-    with pytest.raises(ConfigurationError, match="hint_accuracy"):
-        hints(prompts, 1.1, 0)
 
 
 def test_hints_reach_the_policy() -> None:
@@ -157,7 +112,7 @@ def test_hints_reach_the_policy() -> None:
             words.append(segment.hints)
             super().touch(segment, now)
 
-    stores = NodeStores(asked, 1, 100, _Listens)
+    stores = StudiedStore(asked, 100, _Listens)
     said = [Hints(Outlook.GOES_ON), Hints(Outlook.OVER), Hints(category="x")]
     for prompt, word in zip(asked.prompts, said, strict=True):
         stores.serve(prompt, word)
@@ -168,44 +123,16 @@ def test_hints_reach_the_policy() -> None:
 # -- figures
 
 
-def cell(policy: str, rate: float, *, tokens: int = 100, nodes: int = 1) -> Cell:
-    return Cell(
-        trace="t",
-        capacity_tokens=tokens,
-        nodes=nodes,
-        policy=policy,
-        hit_rate=rate,
-        orphan_share=0.0,
-        copies_per_segment=1.0,
-        serve_us=1.0,
-        policy_us=rate,
-    )
+def cell(policy: str, rate: float, *, tokens: int = 100) -> Cell:
+    return Cell(trace="t", capacity_tokens=tokens, policy=policy, hit_rate=rate)
 
 
 def test_figures_that_follow_from_comparing() -> None:
     ceilings = [Ceiling(trace="t", capacity_tokens=tokens, infinite=0.9, clairvoyant=0.8) for tokens in (100, 200)]
-    cells = [cell("lru", 0.2), cell("arc", 0.4), cell("arc", 0.1, tokens=200), cell("arc", 0.3, nodes=8)]
-    found = result_of(ceilings, cells, segment_tokens=10, hint_accuracy=None, seed=0, complete=True)
-    assert [each.of_clairvoyant for each in found.cells] == pytest.approx([0.25, 0.5, 0.125, 0.375])
-    assert [each.of_lru for each in found.cells] == [1.0, 2.0, None, None]
-    assert [each.policy_of_lru for each in found.cells] == [1.0, 2.0, None, None]
-    assert [each.of_one_node for each in found.cells] == [None, None, None, pytest.approx(0.75)]
-    means = {(each.policy, each.nodes): each for each in found.means}
-    assert means["arc", 1].of_clairvoyant == pytest.approx(0.25)
-    assert (means["arc", 1].cells, means["arc", 1].worst_of_lru, means["arc", 8].worst_of_lru) == (2, 2.0, None)
-
-
-def test_a_timed_policy_does_what_the_policy_does() -> None:
-    asked = conversations(60)
-    for make in STUDIED.values():
-        timed: list[Timed] = []
-
-        def maker(make: Any = make, timed: list[Timed] = timed) -> Timed:
-            timed.append(Timed(make()))
-            return timed[-1]
-
-        assert serve(NodeStores(asked, 1, 6_000, maker), asked) == serve(NodeStores(asked, 1, 6_000, make), asked)
-        assert timed[0].taken_ns > 0
+    cells = [cell("lru", 0.2), cell("s3fifo", 0.4), cell("s3fifo", 0.1, tokens=200)]
+    found = compared(ceilings, cells)
+    assert [each.of_clairvoyant for each in found] == pytest.approx([0.25, 0.5, 0.125])
+    assert [each.of_lru for each in found] == [1.0, 2.0, None]
 
 
 # -- command
@@ -218,18 +145,17 @@ def invoke(*arguments: str) -> Result:
 def test_the_built_in_workload_end_to_end(tmp_path: Path) -> None:
     written, drawn = tmp_path / "out.json", tmp_path / "out.png"
     files = ("--json", str(written), "--plot", str(drawn))
-    done = invoke("--policy", "lru,arc", "--nodes", "1,2", "--capacity-tokens", "8000,16000", "--limit", "60", *files)
+    done = invoke("--policy", "lru,s3fifo", "--capacity-tokens", "8000,16000", "--limit", "60", *files)
     assert done.exit_code == 0, done.output
-    assert "built-in, 2 nodes" in done.output
     result = json.loads(written.read_bytes())
     assert result["complete"]
-    assert [(each["capacity_tokens"], each["nodes"], each["policy"]) for each in result["cells"]] == [
-        (tokens, nodes, policy) for tokens in (8_000, 16_000) for nodes in (1, 2) for policy in ("lru", "arc")
+    assert [(each["capacity_tokens"], each["policy"]) for each in result["cells"]] == [
+        (tokens, policy) for tokens in (8_000, 16_000) for policy in ("lru", "s3fifo")
     ]
     asked = conversations(60)
     assert result["cells"][0]["hit_rate"] == pytest.approx(global_lru(asked, 8_000).rate)
     assert result["ceilings"][0]["infinite"] == pytest.approx(infinite_cache(asked).rate)
-    assert len(result["means"]) == 4
+    assert list(result["means"]) == ["lru", "s3fifo"]
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
@@ -251,19 +177,21 @@ def test_default_capacities_depend_on_the_format(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = NodeStores.serve
+    served = StudiedStore.serve
     calls = 0
 
-    def interrupted(self: NodeStores, prompt: Prompt, hints: Hints) -> int:
+    def interrupted(self: StudiedStore, prompt: Prompt, hints: Hints) -> int:
         nonlocal calls
         calls += 1
         if calls == 100:
             raise KeyboardInterrupt
         return served(self, prompt, hints)
 
-    monkeypatch.setattr(NodeStores, "serve", interrupted)
+    monkeypatch.setattr(StudiedStore, "serve", interrupted)
     written = tmp_path / "out.json"
-    done = invoke("--policy", "lru,arc", "--limit", "60", "--json", str(written), "--plot", str(tmp_path / "out.png"))
+    done = invoke(
+        "--policy", "lru,s3fifo", "--limit", "60", "--json", str(written), "--plot", str(tmp_path / "out.png")
+    )
     assert done.exit_code == 130
     assert "interrupted" in done.output
     result = json.loads(written.read_bytes())
@@ -276,11 +204,8 @@ def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: 
     ("arguments", "named"),
     [
         (("--policy", "lru,best"), "'policy' is 'best'; expected names among .*lru"),
-        (("--nodes", "0"), "'nodes' is '0'"),
-        (("--nodes", "2,x"), "'nodes'"),
         (("--capacity-tokens", "-5"), "'capacity_tokens'"),
         (("--capacity-tokens", "10"), "'capacity_tokens' is 10; expected at least 64"),
-        (("--capacity-tokens", "128", "--nodes", "4"), "expected at least 256"),
         (("--hint-accuracy", "1.5"), "'hint_accuracy'"),
         (("--hint-accuracy", "nan"), "'hint_accuracy'"),
         (("--limit", "0"), "'limit'"),

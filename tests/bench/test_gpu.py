@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +13,6 @@ torch = pytest.importorskip("torch")
 from tokenlake_bench.gpu import command  # noqa: E402
 from tokenlake_bench.gpu.base import CPU, Rig, Row  # noqa: E402
 from tokenlake_bench.gpu.command import CHECKS, GpuResult, Said, main, run_here  # noqa: E402
-from tokenlake_bench.gpu.timeline import Timeline, covered, read  # noqa: E402
 
 
 def test_without_a_gpu_each_check_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +35,7 @@ def measured(name: str) -> list[Row]:
     return [each.row for each in said if each.row is not None]
 
 
-@pytest.mark.parametrize("name", ["copies", "ipc", "locks", "ship"])
+@pytest.mark.parametrize("name", ["copies", "locks", "ship"])
 def test_the_checks_are_right_on_the_device_of_tests(name: str) -> None:
     rows = measured(name)
     assert rows
@@ -55,7 +53,7 @@ def test_blocks_go_through_a_daemon_and_back() -> None:
 def test_the_transformers_engine_on_the_device_of_tests() -> None:
     rows = measured("transformers")
     assert all(row.right for row in rows), rows
-    assert len(rows) == 1 + 2 * 4 + 2
+    assert len(rows) == 1 + 2 * 4
 
 
 @pytest.mark.rest
@@ -65,22 +63,6 @@ def test_the_kernel_is_right_in_the_interpreter() -> None:
     rows = measured("kernel")
     assert all(row.right for row in rows), rows
     assert [row.name for row in rows] == ["GQA, 512 tokens, 1 queries", "MLA, 256 tokens, 1 queries"]
-
-
-def test_the_share_of_a_timeline_under_another() -> None:
-    trace: list[dict[str, Any]] = [
-        {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 10, "args": {"stream": 7}},
-        {"cat": "kernel", "name": "gemm", "ts": 12, "dur": 8, "args": {"stream": 7}},
-        {"cat": "kernel", "name": "scatter", "ts": 30, "dur": 2, "args": {"stream": 9}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 8, "dur": 8},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 0, "dur": 20},
-        {"ph": "M", "name": "process_name"},
-    ]
-    timeline = read(trace)
-    assert timeline == Timeline([(8, 16)], [(0, 10), (12, 20)], [(30, 32)])
-    assert covered(timeline.copies, timeline.engine) == 6 / 8
-    assert covered([(0, 4), (8, 10)], [(9, 20), (1, 3), (2, 3)]) == 0.5
-    assert covered([], timeline.engine) == covered(timeline.others, timeline.copies) == 0.0
 
 
 FAULTS = """
@@ -105,8 +87,8 @@ def ending(rig):
 def sound(rig):
     yield Row("first", True)
 
-for name, rows in (("copies", failing), ("ipc", hanging), ("locks", ending), ("blocks", sound)):
-    command.CHECKS[name] = command.Named(rows, 60.0)
+for name, rows in (("copies", failing), ("ship", hanging), ("locks", ending), ("blocks", sound)):
+    command.CHECKS[name] = command.Named("__main__", rows.__name__, 60.0)
 sys.exit(command.main(sys.argv[1:]))
 """
 
@@ -117,8 +99,8 @@ def test_a_check_that_fails_hangs_or_dies_costs_only_itself(tmp_path: Path, monk
     program, file = tmp_path / "faults.py", tmp_path / "gpu.json"
     program.write_text(FAULTS)
     monkeypatch.setattr(command, "PROGRAM", [str(program)])
-    arguments = ["--device", "cpu", "--checks", "copies,ipc,locks,blocks", "--json", str(file)]
-    monkeypatch.setitem(CHECKS, "ipc", CHECKS["ipc"]._replace(limit_s=20.0))
+    arguments = ["--device", "cpu", "--checks", "copies,ship,locks,blocks", "--json", str(file)]
+    monkeypatch.setitem(CHECKS, "ship", CHECKS["ship"]._replace(limit_s=20.0))
     assert main(arguments) == 1
     result = msgspec.json.decode(file.read_bytes(), type=GpuResult)
     assert [[row.name for row in check.rows] for check in result.checks] == [["first"]] * 4

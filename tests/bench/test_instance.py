@@ -111,38 +111,6 @@ def test_an_arrival_ends_joined_decode_steps_at_a_step() -> None:
     assert a.finished_s == 13.0
 
 
-def test_a_request_that_is_not_ready_yet_lets_others_pass() -> None:
-    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
-    late, soon = Job(0, 2, 1, ready_s=10.0), Job(1, 3, 1)
-    instance.submit(late, 0.0)
-    instance.submit(soon, 1.0)
-    assert drain(instance) == [soon, late]
-    assert (soon.finished_s, late.began_s, late.finished_s) == (4.0, 10.0, 12.0)
-
-
-def test_joined_decode_steps_end_for_a_job_that_gets_ready() -> None:
-    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
-    busy, later = Job(0, 1, 40), Job(1, 2, 1, ready_s=5.5)
-    instance.submit(busy, 0.0)
-    instance.submit(later, 0.0)
-    drain(instance)
-    assert later.began_s == 6.0
-
-
-def test_what_was_handed_over_only_decodes() -> None:
-    """A job whose prefill ran at another instance (`handed_over`) computes no prompt and reports no first token: here
-    it decodes its three tokens."""
-    firsts: list[int] = []
-    instance = Instance(
-        PerToken(), InstanceOptions(chunk_tokens=8, batch=4), first=lambda job, now: firsts.append(job.number)
-    )
-    job = Job(0, 100, 3, cached=100, ready_s=2.0, handed_over=True)
-    instance.submit(job, 0.0)
-    assert drain(instance) == [job]
-    assert (job.began_s, job.finished_s) == (2.0, 5.0)
-    assert firsts == []
-
-
 def test_a_fully_cached_prompt_computes_its_last_token() -> None:
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
     job = Job(0, 100, 1, cached=100)
@@ -217,23 +185,16 @@ def test_waiting_is_that_of_an_m_d_1_queue() -> None:
     assert sum(waits) / len(waits) == pytest.approx(0.7 / 0.6, rel=0.05)
 
 
-REQUESTS = st.lists(
-    st.tuples(st.floats(0, 30), st.integers(1, 30), st.integers(1, 90), st.floats(0, 20)), min_size=1, max_size=12
-)
+REQUESTS = st.lists(st.tuples(st.floats(0, 30), st.integers(1, 30), st.integers(1, 90)), min_size=1, max_size=12)
 
 
 @settings(max_examples=150, deadline=None)
 @given(REQUESTS, st.sampled_from([None, 60]))
-def test_every_job_finishes_and_steps_are_in_order(
-    requests: list[tuple[float, int, int, float]], memory: int | None
-) -> None:
+def test_every_job_finishes_and_steps_are_in_order(requests: list[tuple[float, int, int]], memory: int | None) -> None:
     """However requests arrive: all finish, in order of time, none faster than alone, and memory ends empty."""
     instance = Instance(ByContext(), InstanceOptions(chunk_tokens=8, batch=4, memory_tokens=memory))
-    jobs = [
-        Job(number, prompt, output, ready_s=at_s + delay if number % 3 == 0 else 0.0)
-        for number, (at_s, prompt, output, delay) in enumerate(requests)
-    ]
-    arrivals = sorted((at_s, number) for number, (at_s, _, _, _) in enumerate(requests))
+    jobs = [Job(number, prompt, output) for number, (_, prompt, output) in enumerate(requests)]
+    arrivals = sorted((at_s, number) for number, (at_s, _, _) in enumerate(requests))
     finished: list[Job] = []
     for at_s, number in arrivals:
         while (due := instance.next_event()) <= at_s:
@@ -244,7 +205,7 @@ def test_every_job_finishes_and_steps_are_in_order(
     assert [job.finished_s for job in finished] == sorted(job.finished_s for job in finished)
     for at_s, number in arrivals:
         job = jobs[number]
-        assert job.began_s >= max(at_s, job.ready_s) - 1e-6
+        assert job.began_s >= at_s - 1e-6
         assert job.first_s >= job.began_s + job.prompt - 1e-6
         context = sum(job.prompt + k for k in range(1, job.output)) / 1000
         assert job.finished_s >= job.first_s + (job.output - 1) + context - job.output / 1000 - 1e-6
@@ -253,16 +214,13 @@ def test_every_job_finishes_and_steps_are_in_order(
 
 @settings(max_examples=100, deadline=None)
 @given(REQUESTS)
-def test_joined_steps_are_like_single_steps(requests: list[tuple[float, int, int, float]]) -> None:
+def test_joined_steps_are_like_single_steps(requests: list[tuple[float, int, int]]) -> None:
     def run(longest: int) -> list[tuple[float, float]]:
         instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=8))
-        jobs = [
-            Job(number, prompt, output, ready_s=at_s + delay)
-            for number, (at_s, prompt, output, delay) in enumerate(requests)
-        ]
+        jobs = [Job(number, prompt, output) for number, (_, prompt, output) in enumerate(requests)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tokenlake_bench.routing.instance._MAX_STEPS", longest)
-            for at_s, number in sorted((at_s, number) for number, (at_s, _, _, _) in enumerate(requests)):
+            for at_s, number in sorted((at_s, number) for number, (at_s, _, _) in enumerate(requests)):
                 while (due := instance.next_event()) <= at_s:
                     instance.advance(due)
                 instance.submit(jobs[number], at_s)

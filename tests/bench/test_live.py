@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from tests.robustness.live import PATIENT
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, root_key
+from tokenlake_bench.cache_hit import FAST_DAEMON
 from tokenlake_bench.cli import bench
-from tokenlake_bench.live import FAST_DAEMON
 from tokenlake_bench.live_client import LiveClient, Served, chain_of
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_client import Pool

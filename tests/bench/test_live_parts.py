@@ -16,8 +16,8 @@ from tokenlake.config.kinds import LEAST_DISK_BYTES
 from tokenlake.disk import slab_bytes
 from tokenlake.errors import ConfigurationError
 from tokenlake.memory.region import RegionShape
+from tokenlake_bench.cache_hit import DEADLINES, CacheHitArguments
 from tokenlake_bench.cli import bench
-from tokenlake_bench.live import DEADLINES, LiveOptions
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.routes import ROUTES
 from tokenlake_bench.sizing import bench_layout, disk_bytes, pool_size
@@ -97,7 +97,7 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
 def test_the_size_of_a_disk() -> None:
     """A disk has the segments that are asked for and at least the size that a daemon takes."""
     for tokens, at_least in ((96_000, LEAST_DISK_BYTES), (96_000_000, 2 * LEAST_DISK_BYTES)):
-        size = LiveOptions(nodes=3, capacity_tokens=24_000, segment_tokens=64, disk_tokens=tokens).size()
+        size = CacheHitArguments(nodes=3, capacity_tokens=24_000, segment_tokens=64, disk_tokens=tokens).size()
         assert size.capacity_tokens == 24_000
         nbytes = disk_bytes(tokens // 3, size.layout)
         assert nbytes >= at_least
@@ -111,14 +111,16 @@ def test_the_size_of_a_disk() -> None:
 def test_the_budget_of_the_disks_holds_where_a_day_has_a_length(
     speed: float, asked: float | None, given: str | None
 ) -> None:
-    options = LiveOptions(capacity_tokens=1, segment_tokens=1, speed=speed, disk_tokens=4, disk_writes_per_day=asked)
+    options = CacheHitArguments(
+        capacity_tokens=1, segment_tokens=1, speed=speed, disk_tokens=4, disk_writes_per_day=asked
+    )
     assert options.settings().get("disk_writes_per_day") == given
 
 
 @pytest.mark.parametrize("shipped", [False, True])
 def test_deadlines_of_a_fast_replay_are_as_long_in_real_time(shipped: bool) -> None:
     def settings(speed: float) -> dict[str, str]:
-        options = LiveOptions(capacity_tokens=1, segment_tokens=1, speed=speed, shipped_deadlines=shipped)
+        options = CacheHitArguments(capacity_tokens=1, segment_tokens=1, speed=speed, shipped_deadlines=shipped)
         return options.settings()
 
     def loaded(given: dict[str, str]) -> dict[str, float]:

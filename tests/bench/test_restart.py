@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.restart import command
-from tokenlake_bench.restart.command import RestartArguments, run_restart
-from tokenlake_bench.restart.load import Answered
-from tokenlake_bench.restart.results import hit_rate, ideal_rate
+from tokenlake.identity import SegmentKey
+from tokenlake_bench import restart
+from tokenlake_bench.live_client import Served
+from tokenlake_bench.load import Answer, Asked, hit_rate, ideal_rate
+from tokenlake_bench.restart import RestartArguments, run_restart
 
 
 def arguments(**changed: object) -> RestartArguments:
-    values: dict[str, object] = {"nodes": 2, "requests": 10, "seed": 3, "json_file": None, "plot_file": None}
+    values: dict[str, object] = {"nodes": 2, "requests": 10, "seed": 3}
     return RestartArguments(**{**values, **changed})  # type: ignore[arg-type]
 
 
 def test_rates_are_of_the_full_segments_of_all_requests() -> None:
-    answered = [Answered(0.0, 10, 4, 8, repeated=False), Answered(1.0, 30, 24, 32, repeated=False)]
+    answered = [
+        Answer(
+            0.0, Asked(np.zeros(1, np.uint32), True, False, 0, ideal), Served([SegmentKey(bytes(32))] * of, hits=hits)
+        )
+        for of, hits, ideal in ((10, 4, 8), (30, 24, 32))
+    ]
     assert hit_rate(answered) == 0.7
     assert ideal_rate(answered) == 1.0
     assert hit_rate([]) == 0.0
@@ -37,8 +44,8 @@ def test_arguments_out_of_range(field: str, value: int) -> None:
 @pytest.mark.live
 @pytest.mark.timeout(300)
 def test_what_was_synced_is_found_after_each_restart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "WARM", 30)
-    written = {"json_file": tmp_path / "restart.json", "plot_file": tmp_path / "restart.png"}
+    monkeypatch.setattr(restart, "WARM", 30)
+    written = {"json_file": tmp_path / "restart.json"}
     result = run_restart(arguments(**written), Console(quiet=True))
     assert [(each.signal, len(each.nodes)) for each in result.restarts] == [
         ("SIGTERM", 1),
@@ -58,4 +65,3 @@ def test_what_was_synced_is_found_after_each_restart(monkeypatch: pytest.MonkeyP
         assert 0 < each.hit_rate_after <= each.ideal_after
     read = json.loads(written["json_file"].read_bytes())
     assert [each["synced_segments"] for each in read["restarts"]] == [each.synced_segments for each in result.restarts]
-    assert written["plot_file"].read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,10 +26,9 @@ from tokenlake_bench.routing import (
     run_system,
     systems_named,
 )
-from tokenlake_bench.routing.base import Choice, Fetch, Fleet, Knowledge, RoutedRequest, least
+from tokenlake_bench.routing.base import Fleet, Knowledge, RoutedRequest, least
 from tokenlake_bench.routing.cache_aware import CacheAware, CacheAwareSettings
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
-from tokenlake_bench.routing.mooncake import Mooncake, split
 from tokenlake_bench.routing.preble import Preble
 from tokenlake_bench.routing.round_robin import RoundRobin
 
@@ -130,7 +128,7 @@ def test_ties_are_drawn() -> None:
 
 def test_round_robin() -> None:
     router = RoundRobin(fleet(OwnRecord(4, 10)))
-    assert [router.choose(ask(number, 1), 0.0).prefill for number in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [router.choose(ask(number, 1), 0.0) for number in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
 # -- SGLang's
@@ -138,7 +136,7 @@ def test_round_robin() -> None:
 
 def test_a_long_match_is_followed() -> None:
     router = CacheAware(fleet(caches((1, 2, 3), (1,), (1, 2), ())))
-    assert router.choose(ask(0, 1, 2, 3, 4), 0.0) == Choice(0, 0)
+    assert router.choose(ask(0, 1, 2, 3, 4), 0.0) == 0
 
 
 def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
@@ -146,16 +144,16 @@ def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
     instance 1, which holds the fewest segments."""
     knowledge = caches((1, 2, 9), (7,), (8, 9), (5, 6))
     router = CacheAware(fleet(knowledge))
-    assert router.choose(ask(0, 1, 2, 3, 4), 0.0).prefill == 1
+    assert router.choose(ask(0, 1, 2, 3, 4), 0.0) == 1
     lower = CacheAware(fleet(knowledge), CacheAwareSettings(cache_threshold=0.49))
-    assert lower.choose(ask(0, 1, 2, 3, 4), 0.0).prefill == 0
+    assert lower.choose(ask(0, 1, 2, 3, 4), 0.0) == 0
 
 
 def test_the_router_remembers_what_it_sent() -> None:
     router = CacheAware(fleet(OwnRecord(4, 100)))
     first = router.choose(ask(0, 1, 2), 0.0)
-    assert router.choose(ask(1, 1, 2, 3), 0.0).prefill == first.prefill
-    assert router.choose(ask(2, 7, 8), 0.0).prefill != first.prefill
+    assert router.choose(ask(1, 1, 2, 3), 0.0) == first
+    assert router.choose(ask(2, 7, 8), 0.0) != first
 
 
 def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
@@ -164,24 +162,23 @@ def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
     settings = CacheAwareSettings(balance_abs_threshold=2, balance_rel_threshold=1.5)
     router = CacheAware(fleet(caches((1, 2), ()), instances=2), settings)
     sent = [router.choose(ask(number, 1, 2), 0.0) for number in range(4)]
-    assert [choice.prefill for choice in sent] == [0, 0, 0, 1]
+    assert sent == [0, 0, 0, 1]
     router.finished(ask(0, 1, 2), sent[0], 1, 1.0)
-    assert router.choose(ask(4, 1, 2), 1.0).prefill == 0
+    assert router.choose(ask(4, 1, 2), 1.0) == 0
     relative = CacheAwareSettings(balance_abs_threshold=0, balance_rel_threshold=2.0)
     router = CacheAware(fleet(caches((1, 2), (3, 4)), instances=2), relative)
     router.choose(ask(0, 3, 4), 0.0)
-    assert [router.choose(ask(number, 1, 2), 0.0).prefill for number in range(1, 5)] == [0, 0, 0, 1]
+    assert [router.choose(ask(number, 1, 2), 0.0) for number in range(1, 5)] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("knowledge", [caches((), (), (), ()), caches((1,), (1,), (1,), (1,))])
 def test_equals_are_drawn_by_the_seed(knowledge: TrackedCaches) -> None:
-    makers: list[Callable[[Fleet], CacheAware | Preble | Mooncake]] = [
+    makers: list[Callable[[Fleet], CacheAware | Preble]] = [
         CacheAware,
         Preble,
-        lambda each: Mooncake(each, range(4), range(4)),
     ]
     for maker in makers:
-        chosen = {maker(fleet(knowledge, seed=seed)).choose(ask(0, 1), 0.0).prefill for seed in range(60)}
+        chosen = {maker(fleet(knowledge, seed=seed)).choose(ask(0, 1), 0.0) for seed in range(60)}
         assert chosen == {0, 1, 2, 3}
 
 
@@ -192,16 +189,16 @@ def test_more_cached_than_missing_is_exploited() -> None:
     known = tuple(range(20))
     router = Preble(fleet(caches(known, (), (), ())))
     for number in range(2):
-        assert router.choose(ask(number, *known, *range(100, 119)), 0.0).prefill == 0
+        assert router.choose(ask(number, *known, *range(100, 119)), 0.0) == 0
     # Half of the prompt is cached at instance 0, which is not more than half, and computing all of it elsewhere takes
     # less time than the queue of instance 0.
-    assert router.choose(ask(2, *known, *range(200, 220)), 0.0).prefill != 0
+    assert router.choose(ask(2, *known, *range(200, 220)), 0.0) != 0
 
 
 def test_of_equally_long_matches_the_less_loaded_one() -> None:
     router = Preble(fleet(caches((1, 2), (1, 2)), instances=2))
-    first = router.choose(ask(0, 1, 2, 3), 0.0).prefill
-    assert router.choose(ask(1, 1, 2, 3), 0.0).prefill == 1 - first
+    first = router.choose(ask(0, 1, 2, 3), 0.0)
+    assert router.choose(ask(1, 1, 2, 3), 0.0) == 1 - first
 
 
 def test_load_is_forgotten_after_the_window() -> None:
@@ -211,8 +208,8 @@ def test_load_is_forgotten_after_the_window() -> None:
     for seed in range(40):
         router = Preble(fleet(caches((1, 2), ()), instances=2, seed=seed))
         router.choose(ask(0, 1, 2), 0.0)
-        assert router.choose(ask(1, 8, 9), 100.0).prefill == 1
-        late.add(router.choose(ask(2, 5, 6), 281.0).prefill)
+        assert router.choose(ask(1, 8, 9), 100.0) == 1
+        late.add(router.choose(ask(2, 5, 6), 281.0))
     assert late == {0, 1}
 
 
@@ -228,7 +225,7 @@ def test_what_would_be_evicted_counts() -> None:
     load = router._load
     load[0] = load[1] = 1.0
     assert list(knowledge.coldest(0))[:2] == [3, 2]
-    assert router.choose(ask(2, 31, 32), 0.0).prefill == 1
+    assert router.choose(ask(2, 31, 32), 0.0) == 1
 
 
 def test_answers_teach_how_long_answers_take() -> None:
@@ -244,52 +241,6 @@ def test_answers_teach_how_long_answers_take() -> None:
 # -- Mooncake's
 
 
-def test_instances_are_split_in_proportion() -> None:
-    assert split(8, 1, 3) == (range(2), range(2, 8))
-    assert split(8, 3, 1) == (range(6), range(6, 8))
-    assert split(2, 1, 3) == (range(1), range(1, 2))
-    assert split(3, 30, 1) == (range(2), range(2, 3))
-
-
-def test_mooncake_takes_the_shortest_time_to_the_first_token() -> None:
-    """Instance 0 has the longest prefix. Instance 1 has more than half of it and would compute the rest; instance 2 has
-    none of it and would fetch."""
-    knowledge = caches((1, 2, 3), (1, 2), (), ())
-    router = Mooncake(fleet(knowledge), range(3), range(3, 4))
-    assert router.choose(ask(0, 1, 2, 3, beyond=9), 0.0) == Choice(0, 3)
-
-
-def test_behind_a_queue_the_prefix_is_fetched() -> None:
-    knowledge = caches((1, 2, 3), (), (), ())
-    router = Mooncake(fleet(knowledge, seed=1), range(2), range(2, 4))
-    busy = ask(0, *range(1, 4), *range(50, 80))
-    assert router.choose(busy, 0.0).prefill == 0
-    fetched = router.choose(ask(1, 1, 2, 3, beyond=9), 0.0)
-    assert (fetched.prefill, fetched.fetch) == (1, Fetch(0, 3))
-    router.first_token(busy, Choice(0, 2), 1.0)
-    assert router.choose(ask(2, 1, 2, 3, beyond=9), 1.0).prefill == 0
-
-
-def test_less_than_the_threshold_is_not_fetched() -> None:
-    knowledge = caches((1, 2, 3), (1, 2), (), ())
-    for threshold, fetch in ((2.0, None), (1.5, Fetch(0, 3))):
-        router = Mooncake(fleet(knowledge), range(2), range(2, 4), threshold)
-        router.choose(ask(0, *range(1, 4), *range(50, 80)), 0.0)
-        choice = router.choose(ask(1, 1, 2, 3, beyond=9), 0.0)
-        assert (choice.prefill, choice.fetch) == (1, fetch)
-
-
-def test_decoding_goes_where_the_contexts_are_least() -> None:
-    router = Mooncake(fleet(caches((), (), (), ())), range(1), range(1, 4))
-    chosen = [router.choose(ask(number, *range(number, 3)), 0.0) for number in range(3)]
-    assert sorted(choice.decode for choice in chosen) == [1, 2, 3]
-    # The third of these prompts was the shortest, so its instance has the least context to decode.
-    assert router.choose(ask(3, 1), 0.0).decode == chosen[2].decode
-
-
-# -- rows
-
-
 def answered(at_s: float, prompt: int, output: int, hits: int, ttft: float, tpot: float) -> Answered:
     return Answered(at_s, prompt, output, hits, hits // 4, at_s + ttft, at_s + ttft + tpot * (output - 1))
 
@@ -303,8 +254,8 @@ def test_a_row_by_hand() -> None:
         answered(4.0, 1000, 1, 0, alone_s, 0.0),
     ]
     sent, busy = SendLog(2), BusyLog(2)
-    sent.add(0.0, 0, 100, (0, 1))
-    sent.add(1.0, 0, 200, (0, 1))
+    sent.add(0.0, 0, 100)
+    sent.add(1.0, 0, 200)
     busy.add(0, 0.0, 1.5)
     busy.add(1, 1.0, 1.5)
     row = row_of(answers, sent, busy, ENGINE, duplication=1.5)
@@ -313,7 +264,6 @@ def test_a_row_by_hand() -> None:
     assert row.goodput_rps == 2 / 4.0
     assert row.remote_share == 0.25
     assert row.load_cv == 1.0
-    assert row.load_cv_floor == pytest.approx(1 / 3)
     ends_s = max(answer.finished_s for answer in answers)
     assert row.busy_share == pytest.approx(2.0 / 2 / ends_s)
     assert row.busy_cv == pytest.approx(0.5)
@@ -374,73 +324,19 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert 0 < row.tpot_p50_ms <= row.tpot_p99_ms
     assert 0 <= row.remote_share < 1
     assert 0 < row.busy_share <= 1
-    # Only mooncake's instances send anything to each other.
-    assert (row.load_cv is None) == (row.load_cv_floor is None) == (row.bytes_moved == 0) == ("mooncake" not in name)
+    assert (row.load_cv, row.bytes_moved) == (None, 0), "private caches send nothing"
     # Routers have no disks.
     absent = {"disk_written_bytes_per_day", "disk_written_share"}
     assert all(getattr(row, field) is None for field in absent)
-    finite = set(SystemRow.__struct_fields__) - {"load_cv", "load_cv_floor"} - absent
+    finite = set(SystemRow.__struct_fields__) - {"load_cv"} - absent
     assert all(math.isfinite(getattr(row, field)) for field in finite)
 
 
-@pytest.mark.parametrize("name", ["cache-aware-perfect", "preble-perfect", "mooncake-3p1d-perfect"])
+@pytest.mark.parametrize("name", ["cache-aware-perfect", "preble-perfect"])
 def test_routing_by_caches_finds_more_than_round_robin(name: str) -> None:
     accesses = workload(400, gap_s=0.5)
     ours = run_system(accesses, SYSTEMS[name], options())
     assert ours.token_hit_rate > run_system(accesses, SYSTEMS["round-robin-perfect"], options()).token_hit_rate
-
-
-def test_a_hand_over_moves_the_whole_prompt() -> None:
-    prompts = [Prompt(1000, (1,), 0.0, 5), Prompt(2000, (2, 3, 4), 100.0, 1)]
-    row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["mooncake-1p3d-perfect"], options())
-    assert row.bytes_moved == 3000 * ENGINE.model.cache_bytes
-    prefill_s = [ENGINE.prefill_s(1000), ENGINE.prefill_s(2000)]
-    assert row.ttft_p50_ms == pytest.approx(sum(prefill_s) / 2 * 1000)
-    # Only the first answer goes on after its first token. It waits for the part of the transfer that its prefill does
-    # not hide.
-    waits_s = max(0.0, ENGINE.transfer_s(1000) - prefill_s[0])
-    decode_s = sum(ENGINE.decode_s(1, 1000 + k) for k in range(4))
-    assert row.tpot_p50_ms == pytest.approx((waits_s + decode_s) / 4 * 1000, rel=1e-3)
-
-
-def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
-    """A queue at the instance with the prefix sends the next request to the other prefill instance, which fetches the
-    prefix."""
-    long = tuple(range(60))
-    prompts = [
-        Prompt(20 * SEGMENT, long[:20], 0.0, 1),
-        Prompt(60 * SEGMENT, long, 100.0, 1),
-        Prompt(20 * SEGMENT + 1, long[:20], 100.001, 1),
-        Prompt(20 * SEGMENT + 1, long[:20], 200.0, 1),
-    ]
-    system = SYSTEMS["mooncake-3p1d-perfect"]
-    row = run_system(Accesses(SEGMENT, prompts), system, options(instances=3, segments=100))
-    handed = sum(prompt.tokens for prompt in prompts)
-    assert row.bytes_moved == (handed + 20 * SEGMENT) * ENGINE.model.cache_bytes
-    assert row.token_hit_rate == pytest.approx(60 * SEGMENT / handed)
-    assert row.duplication == pytest.approx(80 / 60)
-
-
-def test_own_reads_are_no_load() -> None:
-    """The three last requests read a prefix of 20 segments, the last one by a fetch. Its bytes and the hand-overs to
-    the decoding instance are the load."""
-    prompts = [
-        Prompt(20 * SEGMENT, tuple(range(20)), 0.0, 1),
-        Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.0, 1),
-        Prompt(60 * SEGMENT, tuple(range(60)), 100.001, 1),
-        Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.002, 1),
-    ]
-    row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["mooncake-3p1d-perfect"], options(instances=3, segments=100))
-    assert row.token_hit_rate == pytest.approx(60 * SEGMENT / sum(prompt.tokens for prompt in prompts))
-    assert row.remote_share == pytest.approx(1 / 3)
-    # From 100 s on the first instance sends the hand-overs of 20 and 60 segments and a token, and the fetched 20
-    # segments; the second one hands 20 segments and a token over. No other instance has the fetched segments.
-    second, first = 20 * SEGMENT + 1, 100 * SEGMENT + 1
-    before = prompts[0].tokens
-    total = before + first + second
-    expected = sum(3 * float(np.std(sent)) for sent in ([before, 0, 0], [first, second, 0])) / total
-    assert row.bytes_moved == total * ENGINE.model.cache_bytes
-    assert row.load_cv == row.load_cv_floor == pytest.approx(expected)
 
 
 def test_busy_time_is_that_of_the_steps() -> None:
@@ -452,7 +348,7 @@ def test_busy_time_is_that_of_the_steps() -> None:
 
 
 def test_the_engine_decides_the_times() -> None:
-    slower = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"].scaled({"compute_efficiency": 0.5}))
+    slower = EngineModel(MODELS["llama-3-8b"], dataclasses.replace(GPUS["a100-80g"], compute_efficiency=0.3))
     accesses = workload(50, gap_s=50.0)
     fast = run_system(accesses, SYSTEMS["round-robin-perfect"], options())
     slow = run_system(accesses, SYSTEMS["round-robin-perfect"], dataclasses.replace(options(), engine=slower))
@@ -473,10 +369,10 @@ def test_names_and_arguments_without_meaning_are_named() -> None:
         "preble-real",
         "round-robin-real",
     ]
-    accesses, system = workload(3, 1.0), SYSTEMS["mooncake-1p3d-real"]
+    accesses, system = workload(3, 1.0), SYSTEMS["preble-real"]
     bad: list[tuple[str, Callable[[], object]]] = [
         ("baselines", lambda: systems_named("preble")),
-        ("nodes", lambda: run_system(accesses, system, options(instances=1))),
+        ("nodes", lambda: run_system(accesses, system, dataclasses.replace(options(), instances=0))),
         ("requests", lambda: run_system(Accesses(SEGMENT, []), system, options())),
         ("capacity_tokens", lambda: run_system(accesses, system, options(segments=0))),
         ("rate", lambda: at_rate(accesses, 0.0)),

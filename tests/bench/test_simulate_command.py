@@ -21,7 +21,6 @@ ITEM_5 = {
     "remote_share",
     "engine_share",
     "load_cv",
-    "load_cv_floor",
     "busy_share",
     "busy_cv",
     "duplication",
@@ -85,7 +84,7 @@ def test_one_form_of_the_pool_can_run_alone(tmp_path: Path) -> None:
 
 def test_instances_may_have_gpu_caches_in_front_of_the_memory(tmp_path: Path) -> None:
     json_file = tmp_path / "result.json"
-    names = "cache-aware-real,mooncake-3p1d-perfect"
+    names = "cache-aware-real,preble-perfect"
     arguments = ["--limit", "30", "--nodes", "4", "--pools", "all", "--baselines", names, "--json", str(json_file)]
     run(*arguments, "--engine-cache-tokens", "1000")
     written = result(json_file)
@@ -190,7 +189,6 @@ def test_an_interrupted_pool_counts_finished_requests(
         (["--rate", "nan"], "setting 'rate' is nan"),
         (["--copies", "0"], "setting 'copies' is 0"),
         (["--nodes", "0"], "setting 'nodes' is 0"),
-        (["--nodes", "1", "--baselines", "mooncake-1p3d-real"], "setting 'nodes' is 1"),
         (["--speed", "2"], "setting 'speed' is 2.0"),
         (["--route", "conversation"], "setting 'route' is 'conversation'"),
         (["--shipped-deadlines"], "setting 'shipped_deadlines'"),

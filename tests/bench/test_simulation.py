@@ -94,31 +94,14 @@ def test_sent_bytes_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4))
     segment_bytes = simulation.cluster.size.layout.segment_bytes
-    totals, sent = simulation.totals(), simulation.cluster.meter.log
+    totals, sent = simulation.totals(), simulation.cluster.sent
     assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
     assert sent.totals() == [node.core.counters[SENT_BYTES] for node in simulation.cluster.nodes]
     for_readers = [node.core.counters[SENT_TO_READERS] * segment_bytes for node in simulation.cluster.nodes]
-    assert sent.reads().totals() == for_readers
+    assert simulation.cluster.sent_to_readers.totals() == for_readers
     # Requests come one at a time: no request waits for another's fetch, so that each remote hit is one read.
     hits = hit_tokens(simulation, accesses) // TOKENS
     assert sum(for_readers) == round(simulation.measure().remote_share * hits) * segment_bytes > 0
-
-
-def test_a_segment_is_sent_by_one_of_its_holders() -> None:
-    simulation = Simulation(options(4))
-    log, known = simulation.cluster.meter.log, list[tuple[int, tuple[int, ...]]]()
-    add = log.add
-
-    def checked(at_s: float, node: int, nbytes: int, holders: tuple[int, ...] = ()) -> None:
-        add(at_s, node, nbytes, holders)
-        known.append((node, holders))
-
-    log.add = checked  # type: ignore[method-assign]
-    simulation.run(arrivals_of(conversations(200)))
-    reads = [(node, holders) for node, holders in known if holders]
-    assert len(reads) == counted(simulation, SENT_TO_READERS)
-    assert all(node in holders and len(holders) < 4 for node, holders in reads)
-    assert max(len(holders) for _, holders in reads) > 1
 
 
 def test_own_reads_are_no_load() -> None:
@@ -126,9 +109,9 @@ def test_own_reads_are_no_load() -> None:
     simulation = simulate(Accesses(TOKENS, prompts), options(2))
     measured = simulation.measure()
     # The second request reads the segments that node 0 computed; all later ones find them at their own node.
-    assert sum(simulation.cluster.meter.log.totals()) == 4 * simulation.cluster.size.layout.segment_bytes
+    assert sum(simulation.cluster.sent.totals()) == 4 * simulation.cluster.size.layout.segment_bytes
     assert measured.remote_share == pytest.approx(4 / (19 * 4))
-    assert measured.load == measured.load_floor == Spread(cv=1.0, max_over_mean=2.0)
+    assert measured.load == Spread(cv=1.0, max_over_mean=2.0)
 
 
 def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:

@@ -13,18 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.report import write_json
 from tokenlake_bench.transfer.base import MATCH, SIZES, WINDOWS, RowKind, Size
 from tokenlake_bench.transfer.command import TransferArguments, take_turns
-from tokenlake_bench.transfer.daemons import Daemons, layout_of
-from tokenlake_bench.transfer.peers import start_peer
-from tokenlake_bench.transfer.picture import plot_rows
+from tokenlake_bench.transfer.load import layout_of
+from tokenlake_bench.transfer.peers import PeerProcess
 from tokenlake_bench.transfer.pool_rows import PoolRows
 from tokenlake_bench.transfer.results import compare, row_of
 from tokenlake_bench.transfer.windows import Windows, fill_windows
-from tokenlake_bench.transfer.worker import Worker
+from tokenlake_bench.worker import Worker
 
 KEYS = ["name", "p50_us", "p99_us", "gbps", "ceiling_gbps", "ratio"]
 STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
@@ -32,24 +30,7 @@ STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
 
 def arguments(**changed: object) -> TransferArguments:
     """The arguments of an empty command line."""
-    plain = {
-        "against": "",
-        "sizes": "1MiB",
-        "rounds": 1,
-        "encrypt": "off",
-        "nixl": "off",
-        "peer_python": None,
-        "json_file": None,
-        "plot_file": None,
-    }
-    return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
-
-
-def test_the_daemons_settings_exist() -> None:
-    with closing(Daemons(SIZES[0])) as daemons:
-        for node in daemons.nodes.values():
-            names = {name.replace("-", "_") for name in node.settings}
-            assert names <= set(ServerConfig.__struct_fields__)
+    return TransferArguments(**{"sizes": "1MiB", "rounds": 1, **changed})  # type: ignore[arg-type]
 
 
 def test_rows_have_the_names_that_scripts_read() -> None:
@@ -93,8 +74,6 @@ def test_a_row_is_quantiles_and_rates_beside_the_ceiling(tmp_path: Path) -> None
     assert (timed.name, timed.gbps, timed.ceiling_gbps, timed.ratio) == ("redis/match_128", None, None, None)
     write_json([row, timed], tmp_path / "rows.json")
     assert [list(item) for item in json.loads((tmp_path / "rows.json").read_text())] == [KEYS, KEYS]
-    plot_rows([row, timed], tmp_path / "rows.png")
-    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ratios_of_rates_and_times_have_opposite_signs() -> None:
@@ -156,24 +135,24 @@ def test_segments_of_the_windows_differ() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("against", "mooncake,other"), ("sizes", "2MiB"), ("rounds", 0), ("plot_file", Path("rows.jpg"))],
+    [("against", "mooncake,other"), ("sizes", "2MiB"), ("rounds", 0)],
 )
 def test_invalid_arguments_are_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=rf"'{field.removesuffix('_file')}'"):
+    with pytest.raises(ConfigurationError, match=f"'{field}'"):
         arguments(**{field: value})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lmcache") is not None, reason="lmcache is installed")
 def test_a_peer_that_is_not_installed_says_what_is_missing() -> None:
     with pytest.raises(Unreachable, match="No module named"):
-        start_peer("lmcache", SIZES[0], None)
+        PeerProcess("lmcache", SIZES[0], None)
 
 
 def test_a_worker_ends_with_all_that_it_started(tmp_path: Path) -> None:
     module = tmp_path / "starts_another.py"
     module.write_text(
         "import subprocess\n"
-        "from tokenlake_bench.transfer.worker import serve\n"
+        "from tokenlake_bench.worker import serve\n"
         "def start():\n"
         "    print('noise')\n"
         "    return subprocess.Popen(['sleep', '600']).pid\n"

@@ -158,7 +158,7 @@ def test_the_pool_waits_for_answers_and_pauses(real: bool) -> None:
     assert row.goodput_rps == pytest.approx(row.slo_attainment * len(run.answers) / ends)
 
 
-@pytest.mark.parametrize("name", ["round-robin-perfect", "cache-aware-real", "preble-real", "mooncake-1p3d-real"])
+@pytest.mark.parametrize("name", ["round-robin-perfect", "cache-aware-real", "preble-real"])
 def test_routed_systems_wait_for_answers_and_pauses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accesses = sessions(12, 5, gap_s=0.5, pause_s=2.0)
     seen: list[Answered] = []

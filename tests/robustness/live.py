@@ -21,7 +21,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Deadlines, Lease, Pool
-from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.cluster import SERVER, Cluster, Node
 from tokenlake_testing.fork_server import start_module
 
 SEGMENT_TOKENS = 16
@@ -188,9 +188,10 @@ def wait_told(cluster: Cluster) -> None:
 @contextlib.contextmanager
 def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **settings: str) -> Iterator[Cluster]:
     """A cluster with patient matches, so that a busy machine causes no miss, and with LRU eviction, so that a test
-    knows the next victim."""
+    knows the next victim. `record`: the event log of a recording daemon (`tests/recording_daemon.py`)."""
     settings.setdefault("match_deadline_ms", "2000")
-    with Cluster(nodes, memory, region_size, **settings) as cluster:
+    module = "tests.recording_daemon" if "record" in settings else SERVER
+    with Cluster(nodes, memory, region_size, None, module, **settings) as cluster:
         cluster.deadlines = PATIENT
         yield cluster
 

@@ -70,7 +70,6 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     file.write_bytes(b"node = 'x'\n# caf\xe9\n")
     assert f"'{file}' is not in UTF-8, from line 2 on: save it" in start(tmp_path, "--config", str(file))
     assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
-    assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
     file.write_text(f"state_directory = '{tmp_path / 'nowhere'}'\n")
     assert "state_directory" in start(tmp_path, "--config", str(file))
 

@@ -126,17 +126,6 @@ def test_an_unknown_token_is_refused_and_not_shown(cluster: Cluster) -> None:
         ask(cluster.nodes[0].socket, "r", "no-such-token")
 
 
-def test_no_token_is_in_the_event_log(tmp_path: Path) -> None:
-    file, record = tmp_path / "tokenlake.toml", tmp_path / "events"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    with daemons(config=str(file), record=str(record)) as cluster:
-        assert ask(cluster.nodes[0].socket, "a name", RED) == (None, ())
-        assert cluster.nodes[0].stop() == 0
-        assert b"a name" in record.read_bytes()
-        assert RED.encode() not in record.read_bytes()
-
-
 def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> None:
     """The API of an engine may return a shorter id than the one that the engine gives the pool."""
     socket = cluster.nodes[2].socket

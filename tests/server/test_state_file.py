@@ -10,8 +10,8 @@ import pytest
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, wait_told
 from tokenlake.core.cluster.learned import MAX_LEARNED_BYTES
 from tokenlake.wire import Code
-from tokenlake_server.event_log import replay
 from tokenlake_server.start.state_file import StateFile
+from tokenlake_testing.event_log import replay
 
 
 def test_saved_statistics_are_loaded(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_statistics_survive_a_restart_and_the_log_replays(tmp_path: Path) -> Non
         assert node.stop() == 0
         learned = StateFile(tmp_path, node.name).load()
         assert learned is not None
-        node.start(record=str(record))
+        node.start("tests.recording_daemon", record=str(record))
         cluster.wait_ready()
         with cluster.connect(0, LAYOUT) as pool:
             store(pool, Prompt(1, 3))

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,33 +45,6 @@ class Gpu:
     reduce_s: float = 9e-6
     """Seconds of one all-reduce in addition to the transfer of its bytes."""
 
-    def scaled(self, factors: Mapping[str, float]) -> Gpu:
-        """This GPU with some fitted constants multiplied by factors: `{"memory_efficiency": 0.7}` makes that efficiency
-        30 % less.
-
-        Raises ConfigurationError for a name that is not in `FITTED` or a factor that is not a finite number above 0.
-        """
-        for name, factor in factors.items():
-            if name not in FITTED:
-                raise ConfigurationError("scale", name, " or ".join(FITTED))
-            if not 0 < factor < math.inf:
-                raise ConfigurationError(f"scale.{name}", factor, "a finite number above 0")
-        changed = {name: getattr(self, name) * factor for name, factor in factors.items()}
-        return dataclasses.replace(self, **changed)
-
-
-FITTED: Final = (
-    "compute_efficiency",
-    "fp8_efficiency",
-    "memory_efficiency",
-    "link_efficiency",
-    "network_efficiency",
-    "host_efficiency",
-    "layer_s",
-    "mixture_factor",
-    "reduce_s",
-)
-"""Names of the fitted constants, which `Gpu.scaled` may multiply."""
 
 _HOPPER: Final = {"flops": 989e12, "fp8_flops": 1979e12, "link_rate": 450e9, "network_rate": 50e9, "host_rate": 63e9}
 

@@ -75,12 +75,6 @@ class EngineModel:
         """Seconds of one decode step of `decoding` requests that attend to `context` cached tokens in sum."""
         return self.step_s((), decoding, context)
 
-    def transfer_s(self, tokens: int) -> float:
-        """Seconds in which the KV cache of `tokens` tokens is sent to another instance over all network adapters of
-        this one."""
-        rate = self.gpus * self.gpu.network_rate * self.gpu.network_efficiency
-        return tokens * self.model.cache_bytes / rate
-
     def host_copy_s(self, tokens: int) -> float:
         """Seconds in which the KV cache of `tokens` tokens is copied between the memory of the host and that of the
         instance's GPUs, in either direction. Each GPU has a link of its own and copies its part."""

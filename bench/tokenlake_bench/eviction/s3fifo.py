@@ -59,15 +59,12 @@ class S3Fifo(EvictionPolicy):
         (self._main if record.main else self._small)[segment] = record
 
     def touch(self, segment: Segment, now: float) -> None:
-        """Count an access of `segment`. The order of the segments does not change. See `EvictionPolicy`."""
         if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]
             record.accesses = min(record.accesses + 1, MAX_ACCESSES)
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """Take `segment` out of its queue; the key of one that is evicted from the small queue becomes a ghost. See
-        `EvictionPolicy`."""
         queue = self._main if segment in self._main else self._small
         del queue[segment]
         if evicted and queue is self._small:

@@ -1,7 +1,8 @@
 """The command `python -m tokenlake_bench.gpu`: all checks on one device, each with its rows, as text and JSON.
 
-Each check runs in a process of its own with a limit of its own: one that hangs, or that ends the GPU's context, costs
-the others nothing. The JSON is written after every row, so that a machine that is taken away costs what was left.
+Each check runs in a process of its own with a limit of its own, and prints a line of JSON per row: one that hangs, or
+that ends the GPU's context, costs the others nothing, and what it has measured stays. The JSON file is written after
+every check.
 """
 
 from __future__ import annotations
@@ -9,53 +10,52 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row
-from tokenlake_bench.gpu.blocks import blocks
-from tokenlake_bench.gpu.copies import copies
-from tokenlake_bench.gpu.kernel import kernel
-from tokenlake_bench.gpu.locks import locks
-from tokenlake_bench.gpu.shared import shared
-from tokenlake_bench.gpu.ship import ship
-from tokenlake_bench.gpu.tokens import tokens
-from tokenlake_bench.gpu.transformers_check import transformers
 from tokenlake_bench.report import write_json
-from tokenlake_testing.children import start_child
+from tokenlake_testing.children import bound
 
 
 class Named(NamedTuple):
-    """A check: its rows, and the seconds after which it is ended."""
+    """A check: the module and the name of its function, and the seconds after which it is ended."""
 
-    rows: Callable[[Rig], Iterator[Row]]
+    module: str
+    function: str
     limit_s: float
+
+    @property
+    def rows(self) -> Callable[[Rig], Iterator[Row]]:
+        """The function. Other checks run without the packages that it imports."""
+        rows: Callable[[Rig], Iterator[Row]] = getattr(import_module(self.module), self.function)
+        return rows
 
 
 CHECKS: Final[dict[str, Named]] = {
-    "kernel": Named(kernel, 90.0),
-    "transformers": Named(transformers, 180.0),
-    "copies": Named(copies, 40.0),
-    "locks": Named(locks, 40.0),
-    "ipc": Named(shared, 40.0),
-    "ship": Named(ship, 60.0),
-    "blocks": Named(blocks, 60.0),
-    "vllm": Named(tokens, 300.0),
+    name: Named(f"tokenlake_bench.gpu.{module}", name, limit_s)
+    for name, module, limit_s in (
+        ("kernel", "kernel", 90.0),
+        ("transformers", "transformers_rows", 180.0),
+        ("copies", "copies", 40.0),
+        ("locks", "locks", 40.0),
+        ("ship", "ship", 60.0),
+        ("blocks", "blocks", 60.0),
+        ("vllm", "tokens", 300.0),
+    )
 }
 """In the order in which they run: what a cut may cost comes last."""
 PROGRAM = ["-m", "tokenlake_bench.gpu"]
 """What runs one check in a process of its own."""
 PACKAGES: Final = ("torch", "triton", "transformers", "vllm")
-END_S: Final = 20.0
-"""Within which a process ends after its last row."""
 LEAST_S: Final = 5.0
 """A check is not begun with less time left."""
 
@@ -105,51 +105,28 @@ def run_here(name: str, rig: Rig, say: Callable[[Said], object]) -> None:
         say(Said(failed=f"{type(error).__name__}: {error}"))
 
 
-class _Process:
-    """A check in a process of its own."""
-
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        self._process = start_child([sys.executable, *PROGRAM, "--only", name, *arguments], stdout=subprocess.PIPE)
-
-    def said(self, until: float) -> Iterator[Said]:
-        """What the check says, until it ends. Ends the process. Raises TimeoutError where it goes on after `until`."""
-        pipe = self._process.stdout
-        assert pipe is not None
-        os.set_blocking(pipe.fileno(), False)
-        kept = b""
-        with selectors.DefaultSelector() as selector, self._process:
-            selector.register(pipe, selectors.EVENT_READ)
-            try:
-                while True:
-                    left = until - time.monotonic()
-                    if left <= 0 or not selector.select(left):
-                        raise TimeoutError
-                    data = pipe.read()
-                    if not data:
-                        break
-                    *lines, kept = (kept + data).split(b"\n")
-                    # A library may print, too.
-                    yield from (msgspec.json.decode(line, type=Said) for line in lines if line.startswith(b"{"))
-                if status := self._process.wait(END_S):
-                    yield Said(failed=f"its process ended with status {status}")
-            finally:
-                self._process.kill()
-
-
-def _measure(name: str, arguments: Sequence[str], until: float, tell: Callable[[Check], object]) -> Check:
-    """Run one check in a process of its own; `tell` is called with the check so far, after each row."""
-    limit_s, began = CHECKS[name].limit_s, time.monotonic()
-    check = Check(name, [])
+def _measure(name: str, arguments: Sequence[str], until: float) -> Check:
+    """Run one check in a process of its own."""
+    began = time.monotonic()
     if until - began < LEAST_S:
         return Check(name, [], not_run="no time was left")
+    limit_s = min(CHECKS[name].limit_s, until - began)
+    command = bound([sys.executable, *PROGRAM, "--only", name, *arguments])
     try:
-        for said in _Process(name, arguments).said(min(until, began + limit_s)):
-            rows = [*check.rows, said.row] if said.row is not None else check.rows
-            check = Check(name, rows, said.not_run, said.failed, time.monotonic() - began)
-            tell(check)
-    except TimeoutError:
-        check = Check(name, check.rows, failed=f"it took more than {time.monotonic() - began:.0f} s")
-    return msgspec.structs.replace(check, seconds=time.monotonic() - began)
+        ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit_s, check=False)
+        output, failed = ended.stdout, f"its process ended with status {ended.returncode}" if ended.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        output, failed = error.stdout or b"", f"it took more than {limit_s:.0f} s"
+    # A library may print, too.
+    lines = [line for line in output.split(b"\n")[:-1] if line.startswith(b"{")]
+    said = [msgspec.json.decode(line, type=Said) for line in lines]
+    return Check(
+        name,
+        [each.row for each in said if each.row is not None],
+        "".join(each.not_run for each in said),
+        failed or "".join(each.failed for each in said),
+        time.monotonic() - began,
+    )
 
 
 def _result(checks: list[Check], device: str) -> GpuResult:
@@ -179,7 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=tuple(CHECKS), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.only is not None:
-        run_here(given.only, Rig(given.device, given.small, given.model), _print_line)
+        rig = Rig(given.device, given.small, given.model)
+        run_here(given.only, rig, lambda said: print(msgspec.json.encode(said).decode(), flush=True))
         return 0
     names = given.checks.split(",")
     if unknown := sorted(set(names) - set(CHECKS)):
@@ -187,36 +165,15 @@ def main(arguments: list[str] | None = None) -> int:
     passed = ["--device", given.device, *(["--small"] if given.small else [])]
     passed += ["--model", str(given.model)] if given.model is not None else []
     until, checks = time.monotonic() + 60 * given.minutes, list[Check]()
-
-    def write(check: Check) -> None:
-        if given.json_file is not None:
-            write_json(_result([*checks, check], given.device), given.json_file)
-
     for name in names:
-        told = 0
-
-        def tell(check: Check) -> None:
-            nonlocal told
-            for row in check.rows[told:]:
-                print(line_of(check.name, row), flush=True)
-            told = len(check.rows)
-            write(check)
-
-        check = _measure(name, passed, until, tell)
+        check = _measure(name, passed, until)
+        checks.append(check)
+        for row in check.rows:
+            figures = "  ".join(f"{figure} {value:.4g}" for figure, value in row.figures.items())
+            print(f"{name}: {row.name}: {'right' if row.right else 'WRONG'}  {figures}", flush=True)
         if check.not_run or check.failed:
             print(f"{name}: {'not run: ' + check.not_run if check.not_run else 'FAILED: ' + check.failed}", flush=True)
-        write(check)
-        checks.append(check)
+        write_json(_result(checks, given.device), given.json_file)
     if all(check.not_run for check in checks):
         return 2
     return 0 if all(check.right for check in checks) else 1
-
-
-def line_of(name: str, row: Row) -> str:
-    """A row as a line of text."""
-    figures = "  ".join(f"{figure} {value:.4g}" for figure, value in row.figures.items())
-    return f"{name}: {row.name}: {'right' if row.right else 'WRONG'}  {figures}"
-
-
-def _print_line(said: Any) -> None:
-    print(msgspec.json.encode(said).decode(), flush=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.engine_workload import prompt
-from tokenlake_bench.environment import check_interpreter
+from tokenlake_bench.engine.environment import check_interpreter
+from tokenlake_bench.engine.workload import prompt
 from tokenlake_bench.gpu.base import CPU, NotRun, Rig, Row, device_named
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -27,7 +27,7 @@ WAITING = 200
 """Requests that are given to the engine at once; each has tokens of its own behind one of the prompts of `LENGTHS`."""
 
 
-def tokens(rig: Rig) -> Iterator[Row]:
+def vllm(rig: Rig) -> Iterator[Row]:
     """Two rows for each connector: whether a cold and a warm run gave the tokens of an engine without the pool, the
     prompt tokens that came from the pool, and milliseconds to the first token of a long prompt; many requests at
     once, all of which are answered."""

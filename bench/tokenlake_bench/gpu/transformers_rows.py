@@ -1,43 +1,35 @@
-"""The rows of the check `transformers`: the engine on a GPU with a daemon beside it.
+"""The check `transformers`: the engine on a GPU with a daemon beside it.
 
 The model has the shape of Llama-3.1-8B, with random weights that are made on the device. Caches that came from the pool
-are compared with computed ones bit for bit; tokens in float32 with a small model. Rates of copies stand beside those of
-copies from torch's page-locked memory in the same run.
+are compared with computed ones bit for bit; tokens in float32 with a small model.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tokenlake.layout import Layout
-from tokenlake_bench.gpu.base import CPU, Rig, Row
-from tokenlake_bench.gpu.timeline import covered, record
-from tokenlake_bench.load_meter import settle
-from tokenlake_client import Deadlines, Pool
+from tokenlake_bench.daemons import settle
+from tokenlake_bench.gpu.base import CPU, Rig, Row, device_named
+from tokenlake_client import Deadlines
 from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
-from tokenlake_client.engines.transformers.segment_copy import LayerPair, SegmentCopier, SegmentCopy
+from tokenlake_client.engines.transformers.segment_copy import SegmentCopier
 from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.corrupting import corrupting
 from tokenlake_testing.cpu_copier import CpuCopier
 from tokenlake_testing.cpu_device import CpuDevice
 
 PATIENT = Deadlines(call_s=10.0, match_s=10.0, fetch_s=60.0, store_s=30.0)
 """The check is about bytes and rates: a busy machine may not run a process for longer than the default deadlines."""
 PATIENCE_S = 60.0
-GOAL = 0.9
-"""The least rate of copies between the pool and the cache, in shares of the machine's own rate."""
-OWN_BYTES, OWN_TURNS = 64 << 20, 10
 NEW = 12
 """Tokens of an answer in float32."""
 SCALE = 12.0
@@ -67,34 +59,28 @@ class _Size:
     model: dict[str, int]
     lengths: tuple[int, ...]
     """Tokens of the prompts, the most important one first."""
-    while_saving: int
-    """Tokens of the prompt that is computed while the segments of the first length are stored."""
     segment: int
     memory: tuple[str, str]
     """Of the engine's node, and of the other."""
     region: str
 
 
-FULL = _Size(LLAMA_8B, (16384, 4096, 65536), 4096, 256, ("40GiB", "14GiB"), "1GiB")
+FULL = _Size(LLAMA_8B, (16384, 4096, 65536), 256, ("40GiB", "14GiB"), "1GiB")
 """128 KiB per token in bfloat16."""
-SMALL = _Size(TINY, (96, 48), 48, 16, ("64MiB", "64MiB"), "8MiB")
+SMALL = _Size(TINY, (96, 48), 16, ("64MiB", "64MiB"), "8MiB")
 
 
-def rows(rig: Rig) -> Iterator[Row]:
-    """Tokens in float32; then, for each length, the time to the first token cold and with the prefix in the pool;
-    behind the first length the rates of copies, and their cost for the engine."""
+def transformers(rig: Rig) -> Iterator[Row]:
+    """Tokens in float32; then, for each length, the time to the first token cold and with the prefix in the pool. On
+    the device of tests a small model computes in host memory."""
+    device_named(rig.device)
     size = SMALL if rig.small or rig.device == CPU else FULL
     with _cluster(size) as cluster:
         bench = _Bench(rig.device, size, cluster)
         yield bench.tokens()
         bench.load_model()
-        for index, length in enumerate(size.lengths):
+        for length in size.lengths:
             yield from bench.first_tokens(length)
-            if not index:
-                yield from bench.copies(length)
-                yield bench.saving(length)
-                if rig.device != CPU:
-                    yield bench.overlap(length)
 
 
 def _cluster(size: _Size) -> Cluster:
@@ -107,38 +93,7 @@ class _Pageable(CudaDevice):
     """A GPU for which no memory is locked."""
 
     def lock(self, address: int, nbytes: int, *, write: bool) -> Callable[[], None] | None:
-        """See `Device`."""
         return None
-
-
-class _Corrupting(SegmentCopier):
-    """Caches get segments of which some bits are flipped; the numbers stay finite."""
-
-    def __init__(self, copier: SegmentCopier) -> None:
-        super().__init__()
-        self._copier = copier
-
-    def bind(self, layout: Layout, layers: Sequence[LayerPair]) -> SegmentCopy:
-        """See `SegmentCopier`."""
-        return _Corrupted(self._copier.bind(layout, layers))
-
-
-class _Corrupted(SegmentCopy):
-    def __init__(self, copy: SegmentCopy) -> None:
-        self._copy = copy
-
-    def read(self, segments: Sequence[NDArray[np.uint8]], start: int) -> None:
-        """See `SegmentCopy`."""
-        flipped = [(segment.view(np.uint16) ^ np.uint16(0x0180)).view(np.uint8) for segment in segments]
-        self._copy.read(flipped, start)
-
-    def write(self, slot: NDArray[np.uint8], start: int) -> None:
-        """See `SegmentCopy`."""
-        self._copy.write(slot, start)
-
-    def computed(self) -> Callable[[], None]:
-        """See `SegmentCopy`."""
-        return self._copy.computed()
 
 
 class _Bench:
@@ -172,7 +127,7 @@ class _Bench:
         with self._engine(model, SMALL.segment) as engine:
             warm = answers(engine)
             hits, failures = engine.counts.tokens_hit, engine.counts.failures
-        with self._engine(model, SMALL.segment, copier=_Corrupting(self._copier())) as engine:
+        with self._engine(model, SMALL.segment, copier=corrupting(self._copier())) as engine:
             corrupted = answers(engine)
         right = cold == warm == expected and corrupted != expected
         right &= hits == 12 * SMALL.segment and not failures
@@ -214,97 +169,6 @@ class _Bench:
                     {"first_s": first_s, "ttft_s": first_s if node else again_s, "again_s": again_s},
                 )
 
-    def copies(self, length: int) -> Iterator[Row]:
-        """GB/s between the pool and the cache, and the machine's own rates. Right where both reach `GOAL`; on the
-        device of tests, where the bytes are right."""
-        layout = self._layout()
-        count = length // layout.segment_tokens
-        nbytes = count * layout.segment_bytes
-        source, target = (self._cache(layout, length) for _ in range(2))
-        for keys, values in source:
-            for tensor in (keys, values):
-                tensor.normal_()
-        copier = self._copier()
-        out, into = copier.bind(layout, source), copier.bind(layout, target)
-        write_s: list[float] = []
-
-        def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            began = time.perf_counter()
-            out.write(slot, index * layout.segment_tokens)
-            write_s.append(time.perf_counter() - began)
-
-        self._synchronize()
-        with Pool.connect(self._cluster.nodes[0].socket, layout, deadlines=PATIENT) as pool:
-            keys = pool.prefix(list(range(length)), salt="copies").keys
-            pool.store_all(keys, fill, patience=PATIENCE_S)
-            with pool.match(keys) as lease:
-                read_s: list[float] = []
-                for _ in range(3):
-                    segments = lease.fetch()
-                    began = time.perf_counter()
-                    into.read(segments, 0)
-                    read_s.append(time.perf_counter() - began)
-                    complete = len(segments) == count
-                    del segments
-        right = complete and all(
-            torch.equal(keys, their_keys) and torch.equal(values, their_values)
-            for (keys, values), (their_keys, their_values) in zip(source, target, strict=True)
-        )
-        # The first writes and the first read lock the arena.
-        rates = {
-            "to_device_gb_s": nbytes / min(read_s) / 1e9,
-            "to_host_gb_s": layout.segment_bytes / statistics.median(write_s) / 1e9,
-            "first_to_device_gb_s": nbytes / read_s[0] / 1e9,
-        }
-        if self._cuda:
-            own = self._own_rates()
-            for direction, rate in own.items():
-                rates |= {f"own_{direction}": rate, f"{direction}_of_own": rates[direction] / rate}
-                right &= rates[direction] >= GOAL * rate
-        yield Row("copies between the pool and the cache", right, rates)
-
-    def saving(self, length: int) -> Row:
-        """Seconds of a prefill while segments of another prompt are stored, against the same prefill alone."""
-        layers = self._size.model["num_hidden_layers"]
-        with TokenLakeEngine(self._model, None) as plain, self._engine(self._model) as storing:
-            other = self._prompt(self._model, self._size.while_saving)
-            alone = min(self._prefill_s(plain, other) for _ in range(3))
-            storing.prefill(self._prompt(self._model, length))
-            meanwhile = self._prefill_s(plain, other)
-            throughout = not storing.flush(0.0)
-            stored = storing.flush(PATIENCE_S) and not storing.counts.failures
-        passes = layers * -(-self._size.while_saving // EngineOptions().prefill_chunk)
-        figures = {
-            "layer_us": alone / passes * 1e6,
-            "layer_us_while_saving": meanwhile / passes * 1e6,
-            "overhead_us": (meanwhile - alone) / passes * 1e6,
-            "saves_lasted_longer": float(throughout),
-        }
-        return Row("the engine's stream while segments are stored", stored, figures)
-
-    def overlap(self, length: int) -> Row:
-        """Shares of the profiler's timeline: copies of saves under the engine's kernels, and, in a load, the device's
-        own copies under those over the bus."""
-        prompt = self._prompt(self._model, length)
-        other = self._prompt(self._model, self._size.while_saving)
-        with TokenLakeEngine(self._model, None) as plain, self._engine(self._model) as storing:
-
-            def compute() -> None:
-                storing.prefill(prompt)
-                plain.prefill(other)
-
-            saves = record(compute)
-            stored = storing.flush(PATIENCE_S)
-            storing.prefill(prompt)
-            loads = record(partial(storing.prefill, prompt))
-            stored &= not storing.counts.failures
-        figures = {
-            "saves_under_kernels": covered(saves.copies, saves.engine),
-            "scatter_under_copies": covered(loads.others, loads.copies),
-            "copies": float(len(saves.copies)),
-        }
-        return Row("overlap of copies and kernels", stored and bool(saves.copies), figures)
-
     def _build(self, shape: dict[str, int], dtype: Any, scale: float = 1.0) -> Any:
         """A Llama model with random weights, made on the device."""
         config = LlamaConfig(
@@ -343,34 +207,6 @@ class _Bench:
             self._cpu.fail("lock")
         return CpuCopier(self._cpu)
 
-    def _layout(self) -> Layout:
-        with self._engine(self._model) as engine:
-            assert engine.layout is not None
-            return engine.layout
-
-    def _cache(self, layout: Layout, tokens: int) -> list[LayerPair]:
-        dtype = self._model.dtype
-        shape = (layout.layers, layout.kv_heads, tokens, layout.key_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(2))
-        return list(zip(keys.unbind(0), values.unbind(0), strict=True))
-
-    def _own_rates(self) -> dict[str, float]:
-        """The machine's own GB/s: copies between torch's page-locked memory and the device."""
-        host = torch.empty(OWN_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(OWN_BYTES, dtype=torch.uint8, device=self._device)
-        rates = {}
-        for name, target, source in (("to_device_gb_s", there, host), ("to_host_gb_s", host, there)):
-            taken = []
-            for _ in range(OWN_TURNS):
-                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                began.record()
-                target.copy_(source, non_blocking=True)
-                ended.record()
-                ended.synchronize()
-                taken.append(began.elapsed_time(ended) / 1e3)
-            rates[name] = OWN_BYTES / statistics.median(taken) / 1e9
-        return rates
-
     def _prompt(self, model: Any, length: int) -> list[int]:
         """Random tokens, others with every call."""
         self._seed += 1
@@ -407,19 +243,6 @@ class _Bench:
             ).logits
         int(logits[0, -1].argmax())
         return time.perf_counter() - began, cache
-
-    def _prefill_s(self, engine: TokenLakeEngine, prompt: list[int]) -> float:
-        """Seconds of the engine's stream for a prefill."""
-        if not self._cuda:
-            started = time.perf_counter()
-            engine.prefill(prompt)
-            return time.perf_counter() - started
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        engine.prefill(prompt)
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
 
     def _synchronize(self) -> None:
         if self._cuda:

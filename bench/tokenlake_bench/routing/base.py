@@ -22,23 +22,6 @@ class RoutedRequest(NamedTuple):
     """One id per full segment of the prompt; equal ids mean equal tokens up to the segment's end."""
 
 
-class Fetch(NamedTuple):
-    """A router's order to copy the first `segments` segments of the prompt from instance `source` before the
-    prefill."""
-
-    source: int
-    segments: int
-
-
-class Choice(NamedTuple):
-    """Indices of the instances that compute the prefill and the answer of a request; equal where one instance computes
-    both."""
-
-    prefill: int
-    decode: int
-    fetch: Fetch | None = None
-
-
 class Knowledge(Protocol):
     """A router's knowledge of the instances' caches, which may differ from their real content. Lengths are in
     segments."""
@@ -74,18 +57,18 @@ class Fleet:
 
 
 class Router(Protocol):
-    """Chooses the instances of each request. Its methods are called in time order. The only thing that a router
+    """Chooses the instance of each request. Its methods are called in time order. The only thing that a router
     observes of the instances is their answers."""
 
-    def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """Choose the instances of a request, to which it is then sent at once."""
+    def choose(self, request: RoutedRequest, now: float) -> int:
+        """Choose the instance of a request, to which it is then sent at once."""
         ...
 
-    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, instance: int, now: float) -> None:
         """Tell the router that the first token of the answer passes through it."""
         ...
 
-    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
         """Tell the router that the last token of the answer passes through it; `first_token` was called before."""
         ...
 

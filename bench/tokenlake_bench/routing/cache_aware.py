@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
+from tokenlake_bench.routing.base import Fleet, RoutedRequest, least
 
 TREE_TOKENS = (1 << 24) // 4
 """Number of tokens that the router remembers per worker: SGLang's default `max_tree_size` is 2^24 characters, at about
@@ -37,19 +37,17 @@ class CacheAware:
         self._settings = settings or CacheAwareSettings()
         self._pending = [0] * fleet.instances
 
-    def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """Choose the instance of a request and count the request as pending there; see `Router`."""
+    def choose(self, request: RoutedRequest, now: float) -> int:
         instance = self._instance(request)
         self._pending[instance] += 1
         self._fleet.knowledge.sent(request.chain, instance)
-        return Choice(instance, instance)
+        return instance
 
-    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, instance: int, now: float) -> None:
         """Does nothing, because the rule uses no times of first tokens; see `Router`."""
 
-    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """Count the request as no longer pending at its instance; see `Router`."""
-        self._pending[choice.decode] -= 1
+    def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
+        self._pending[instance] -= 1
 
     def _instance(self, request: RoutedRequest) -> int:
         fleet, settings, pending = self._fleet, self._settings, self._pending

@@ -13,7 +13,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import BusyLog, SendLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest
+from tokenlake_bench.routing.base import Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
@@ -91,15 +91,10 @@ class FleetRequest:
     prompt: Prompt
     at_s: float
     routed: RoutedRequest
-    choice: Choice
-    fetched: int = 0
-    """Number of prompt segments that the prefill instance has once the copies from other instances have arrived."""
-    moved: int = 0
-    """Number of the last ones of the `fetched` segments that are copied from another instance."""
+    instance: int
     hit_tokens: int = 0
     engine_tokens: int = 0
     """Number of those of the `hit_tokens` that are in the instance's GPU cache."""
-    began_s: float = 0.0
     first_s: float = 0.0
 
 
@@ -113,8 +108,7 @@ class FleetRun:
         self._options = options
         self._engine = options.engine
         instances, self._capacity = options.instances, options.capacity(self._segment)
-        self._caching = frozenset(system.prefill_instances(instances))
-        self._caches = TrackedCaches([self._capacity if i in self._caching else 0 for i in range(instances)])
+        self._caches = TrackedCaches([self._capacity] * instances)
         reach = max(self._capacity, (options.engine_cache_tokens or 0) // self._segment)
         record = (system.record_tokens or reach * self._segment) // self._segment
         knowledge = self._caches if system.perfect else OwnRecord(instances, record)
@@ -126,7 +120,7 @@ class FleetRun:
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
-        self._sent, self._busy = SendLog(instances), BusyLog(instances)
+        self._busy = BusyLog(instances)
         self._instances = [
             ClockedInstance(
                 self._clock,
@@ -153,7 +147,7 @@ class FleetRun:
         progress(len(self._requests))
         return row_of(
             self.answers,
-            self._sent,
+            SendLog(self._options.instances),
             self._busy,
             self._engine,
             duplication=self._caches.copies_per_segment(),
@@ -163,85 +157,43 @@ class FleetRun:
     def _arrive(self, number: int, prompt: Prompt, now: float) -> None:
         index = len(self._requests)
         routed = RoutedRequest(index, prompt.tokens, prompt.chain)
-        choice = self._router.choose(routed, now)
-        self._caches.promise(routed.chain, choice.prefill)
-        request = FleetRequest(number, prompt, now, routed, choice)
-        self._requests.append(request)
-        ready_s = now
-        if choice.fetch is not None:
-            ready_s += self._fetch(request, choice.fetch, now)
-        # A separate prefill instance produces the first token only; the decoding instance produces the others.
-        output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
-        self._submit(choice.prefill, Job(index, prompt.tokens, output, ready_s=ready_s))
+        instance = self._router.choose(routed, now)
+        self._caches.promise(routed.chain, instance)
+        self._requests.append(FleetRequest(number, prompt, now, routed, instance))
+        self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens)))
         if index % _PROGRESS == 0:
             self._progress(index)
-
-    def _fetch(self, request: FleetRequest, fetch: Fetch, now: float) -> float:
-        """Copy the segments that the router ordered, as far as the source really has them. Returns the seconds until
-        they have arrived."""
-        chain = request.routed.chain
-        copied = min(fetch.segments, self._caches.match(chain, fetch.source))
-        missing = copied - self._caches.match(chain, request.choice.prefill)
-        if missing <= 0:
-            return 0.0
-        request.fetched, request.moved = copied, missing
-        self._caches.touch(chain[:copied], fetch.source)
-        for segment in chain[copied - missing : copied]:
-            holders = tuple(i for i in self._caches.holders(segment) if i != request.choice.prefill)
-            self._sent.add(now, fetch.source, self._segment * self._engine.model.cache_bytes, holders)
-        return self._engine.transfer_s(missing * self._segment)
 
     # -- callbacks of the instances
 
     def _begin(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]
-        if not job.handed_over:
-            request.began_s = now
-            self._find(instance, job, request)
+        self._find(instance, job, request)
         self._take_memory(instance, job, request)
 
     def _first(self, job: Job, now: float) -> None:
         request = self._requests[job.number]
         request.first_s = now
-        self._keep(request.choice.prefill, job, request)
-        self._router.first_token(request.routed, request.choice, now)
+        self._keep(request.instance, job, request)
+        self._router.first_token(request.routed, request.instance, now)
 
     def _finish(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]
         self._give_back_memory(instance, job, request)
-        prompt, choice = request.prompt, request.choice
-        if instance == choice.prefill != choice.decode:
-            self._sent.add(now, instance, prompt.tokens * self._engine.model.cache_bytes)
-            if prompt.output_tokens > 1:
-                self._hand_over(request, now)
-                return
-        self._answered(request, now)
-
-    def _answered(self, request: FleetRequest, now: float) -> None:
         prompt = request.prompt
         answer = Answered(
             at_s=request.at_s,
             prompt_tokens=prompt.tokens,
             output_tokens=max(1, prompt.output_tokens),
             hit_tokens=request.hit_tokens,
-            remote_tokens=request.moved * self._segment,
+            remote_tokens=0,
             first_s=request.first_s,
             finished_s=now,
             engine_tokens=request.engine_tokens,
         )
         self.answers.append(answer)
-        self._router.finished(request.routed, request.choice, answer.output_tokens, now)
+        self._router.finished(request.routed, instance, answer.output_tokens, now)
         self._turns.answered(request.number)
-
-    def _hand_over(self, request: FleetRequest, now: float) -> None:
-        """Pass the request to the decoding instance, at its first token. The job is ready there when its cache has
-        arrived; the transfer began with the prefill, as caches are transferred layer by layer."""
-        prompt = request.prompt
-        there_s = max(now, request.began_s + self._engine.transfer_s(prompt.tokens))
-        job = Job(
-            request.routed.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True
-        )
-        self._submit(request.choice.decode, job)
 
     # -- caches and memory
 
@@ -252,14 +204,14 @@ class FleetRun:
     def _find(self, instance: int, job: Job, request: FleetRequest) -> None:
         """Find the cached prefix of a request whose prefill begins."""
         chain = request.routed.chain
-        depth = max(self._caches.match(chain, instance), request.fetched)
+        depth = self._caches.match(chain, instance)
         job.cached = request.hit_tokens = depth * self._segment
         # The prefix counts as accessed now, so that it is not evicted while it is read.
         self._caches.touch(chain[:depth], instance)
 
     def _take_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
         """Take the memory of a job that begins."""
-        self._hold(instance, job.prompt + job.output - (0 if job.handed_over else job.cached))
+        self._hold(instance, job.prompt + job.output - job.cached)
 
     def _keep(self, instance: int, job: Job, request: FleetRequest) -> None:
         """Keep the segments of a prompt that is computed."""
@@ -270,14 +222,13 @@ class FleetRun:
 
     def _give_back_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
         """Give back the memory of a job that has ended."""
-        cached = 0 if job.handed_over else len(request.routed.chain) * self._segment
-        self._hold(instance, cached - job.prompt - job.output)
+        self._hold(instance, len(request.routed.chain) * self._segment - job.prompt - job.output)
 
     def _hold(self, instance: int, tokens: int) -> None:
         """Add `tokens` (possibly negative) to the memory that requests under way hold at the instance, and resize the
         instance's cache to the rest."""
         self._held[instance] += tokens
-        if self._system.perfect or instance not in self._caching:
+        if self._system.perfect:
             return
         free = self._capacity * self._segment - self._held[instance]
         self._caches.resize(instance, max(0, free // self._segment))

@@ -48,12 +48,7 @@ class Job:
     output: int
     """Number of tokens of the answer, at least 1, the first token included."""
     cached: int = 0
-    """Number of prompt tokens that are cached and so not computed; the callback `begin` may set it. If the job is
-    `handed_over` and all its prompt tokens are cached, it got its first token at another instance, and `output` counts
-    the further tokens."""
-    ready_s: float = 0.0
-    """Earliest time at which the instance may begin the request, in seconds."""
-    handed_over: bool = False
+    """Number of prompt tokens that are cached and so not computed; the callback `begin` may set it."""
     began_s: float = math.nan
     first_s: float = math.nan
     finished_s: float = math.nan
@@ -62,9 +57,8 @@ class Job:
 
     @property
     def new(self) -> int:
-        """Number of prompt tokens to compute: at least the last one; 0 for a job whose prompt another instance has
-        computed."""
-        return 0 if self.handed_over else max(1, self.prompt - self.cached)
+        """Number of prompt tokens to compute: at least the last one."""
+        return max(1, self.prompt - self.cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +98,6 @@ class Instance:
         self._first = first
         self._ran = ran
         self._order = itertools.count()
-        self._later: list[tuple[float, int, Job]] = []
-        """Requests whose `ready_s` is still ahead."""
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []
@@ -127,36 +119,26 @@ class Instance:
     @property
     def pending(self) -> int:
         """Number of requests at the instance that are not finished."""
-        return len(self._later) + len(self._waiting) + len(self._prefilling) + len(self._decoding)
+        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def submit(self, job: Job, now: float) -> None:
         """Add a request. `now` must not decrease, and `advance` must have been called for all events before it."""
-        if job.ready_s > now:
-            heapq.heappush(self._later, (job.ready_s, next(self._order), job))
-        else:
-            self._waiting.append(job)
-            self._interrupt(now)
+        self._waiting.append(job)
+        self._interrupt(now)
         if not self._taken:
             self._next_step(now)
 
     def next_event(self) -> float:
         """Time of the instance's next event, at which `advance` must be called; infinity when nothing is under way."""
-        ends = self._started_s + self._taken * self._each_s if self._taken else math.inf
-        ready = self._later[0][0] if self._later else math.inf
-        return min(ends, ready)
+        return self._started_s + self._taken * self._each_s if self._taken else math.inf
 
     def advance(self, now: float) -> list[Job]:
         """Process all events of the instance that are due by `now`. Returns the requests that finished, in order."""
         finished: list[Job] = []
         while (due := self.next_event()) <= now:
-            while self._later and self._later[0][0] <= due:
-                self._waiting.append(heapq.heappop(self._later)[2])
-                self._interrupt(due)
-            if self._taken and self._started_s + self._taken * self._each_s <= due:
-                self._end_step(due, finished)
-                self._taken = 0
-            if not self._taken:
-                self._next_step(due)
+            self._end_step(due, finished)
+            self._taken = 0
+            self._next_step(due)
         return finished
 
     # -- steps
@@ -228,10 +210,7 @@ class Instance:
         self._under_way += needs
         job.began_s = now
         self._begin(job, now)
-        if job.handed_over:
-            self._decode(job, job.output, now, [])
-        else:
-            self._prefilling.append(job)
+        self._prefilling.append(job)
         return job
 
     def _decode(self, job: Job, steps: int, now: float, finished: list[Job]) -> None:

@@ -30,10 +30,6 @@ class TrackedCaches:
         access."""
         return self._caches[instance].match(chain)
 
-    def holders(self, segment: int) -> tuple[int, ...]:
-        """Indices of the instances whose cache holds the segment, ascending."""
-        return tuple(instance for instance, cache in enumerate(self._caches) if segment in cache)
-
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
         """Add or access all segments of a prompt at the instance; the first segment becomes the most recently used."""
         self._note_owner(chain, instance)
@@ -74,8 +70,6 @@ class TrackedCaches:
         return held / distinct if distinct else 0.0
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
-        """Returns, by instance, the number of segments of `chain`, from the first on, that the instance holds or will
-        compute; see `Knowledge`."""
         depths = [0] * len(self._caches)
         still = (1 << len(self._caches)) - 1
         for depth, segment in enumerate(chain):
@@ -89,11 +83,9 @@ class TrackedCaches:
         return depths
 
     def sizes(self) -> list[int]:
-        """Returns, by instance, the number of segments in its cache; see `Knowledge`."""
         return [len(cache) for cache in self._caches]
 
     def coldest(self, instance: int) -> Iterator[int]:
-        """Yields the segments in the cache of one instance, the least recently used first; see `Knowledge`."""
         return iter(self._caches[instance])
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
@@ -125,7 +117,6 @@ class OwnRecord(TrackedCaches):
         super().__init__([remembered] * instances)
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """Record that the segments of a prompt are cached at the instance to which it was sent; see `Knowledge`."""
         self.touch(chain, instance)
 
 

@@ -35,11 +35,8 @@ class OffloadRun(FleetRun):
         """By instance, whether a request was looked up and has not begun to compute."""
 
     def _submit(self, instance: int, job: Job) -> None:
-        if job.handed_over:
-            super()._submit(instance, job)
-        else:
-            self._queues[instance].append(job)
-            self._read_ahead(instance)
+        self._queues[instance].append(job)
+        self._read_ahead(instance)
 
     def _read_ahead(self, instance: int) -> None:
         """Look the next request up when the one before it has begun: it then finds the segments of that one. Its prefix
@@ -52,12 +49,11 @@ class OffloadRun(FleetRun):
         request = self._requests[job.number]
         chain = request.routed.chain
         own = self._engine_caches[instance].match(chain)
-        depth = max(own, self._caches.match(chain, instance), request.fetched)
+        depth = max(own, self._caches.match(chain, instance))
         job.cached = request.hit_tokens = depth * self._segment
         request.engine_tokens = own * self._segment
-        request.moved = min(request.moved, depth - own)
         self._caches.touch(chain[:depth], instance)
-        loaded_s = max(self._clock.now, job.ready_s) + self._engine.host_copy_s((depth - own) * self._segment)
+        loaded_s = self._clock.now + self._engine.host_copy_s((depth - own) * self._segment)
         self._clock.at(loaded_s, super()._submit, instance, job)
 
     def _find(self, instance: int, job: Job, request: FleetRequest) -> None:
@@ -66,8 +62,6 @@ class OffloadRun(FleetRun):
         self._clock.after(0.0, self._read_ahead, instance)
 
     def _take_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
-        if job.handed_over:
-            return
         chain = request.routed.chain
         further = 0 if self._system.perfect else further_segments(job, len(chain), self._segment)
         self._changed(instance, self._engine_caches[instance].begin(job.number, chain, further))
@@ -76,8 +70,7 @@ class OffloadRun(FleetRun):
         self._caches.keep(request.routed.chain, instance)
 
     def _give_back_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
-        if not job.handed_over:
-            self._changed(instance, self._engine_caches[instance].end(job.number))
+        self._changed(instance, self._engine_caches[instance].end(job.number))
 
     def _changed(self, instance: int, change: CacheChange) -> None:
         """Tell the index of the caches, which a router with perfect knowledge reads, what the GPU cache holds."""

@@ -72,7 +72,6 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     remote_share: float
     engine_share: float
     load_cv: float | None
-    load_cv_floor: float | None
     busy_share: float
     busy_cv: float
     duplication: float
@@ -122,7 +121,6 @@ def row_of(
         remote_share=max(0, sum(a.remote_tokens for a in answers) - from_disk) / max(1, hits),
         engine_share=sum(a.engine_tokens for a in answers) / max(1, hits),
         load_cv=load(sent).cv,
-        load_cv_floor=load(sent.at_floor()).cv,
         busy_share=busy.total_s / busy.instances / (finished_s - min(arrivals)),
         busy_cv=spread(busy.table()).cv or 0.0,
         duplication=duplication,

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import islice
 
-from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
+from tokenlake_bench.routing.base import Fleet, RoutedRequest, least
 
 WINDOW_S = 180.0
 """Seconds of the most recent time window over which an instance's load is counted."""
@@ -49,9 +49,7 @@ class Preble:
         self._output_tokens = 0.0
         self._token_s = 0.0
 
-    def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """Choose the instance of a request and add the request's expected seconds to the instance's load; see
-        `Router`."""
+    def choose(self, request: RoutedRequest, now: float) -> int:
         self._forget(now - WINDOW_S)
         depths = self._fleet.knowledge.depths(request.chain)
         instance = self._instance(request, depths)
@@ -61,14 +59,12 @@ class Preble:
         self._requests[instance] += 1
         self._accesses[instance].update(request.chain)
         self._fleet.knowledge.sent(request.chain, instance)
-        return Choice(instance, instance)
+        return instance
 
-    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
-        """Note the time at which the answer began; see `Router`."""
+    def first_token(self, request: RoutedRequest, instance: int, now: float) -> None:
         self._began[request.number] = now
 
-    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
-        """Update the running means of the answers' lengths and of the seconds per output token; see `Router`."""
+    def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
         took = now - self._began.pop(request.number)
         first = not self._output_tokens
         weight = 1.0 if first else _NEW_ANSWER_WEIGHT

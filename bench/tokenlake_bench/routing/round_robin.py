@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest
+from tokenlake_bench.routing.base import Fleet, RoutedRequest
 
 
 class RoundRobin:
@@ -11,13 +11,12 @@ class RoundRobin:
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances
 
-    def choose(self, request: RoutedRequest, now: float) -> Choice:
-        """Choose the next instance in rotation; see `Router`."""
+    def choose(self, request: RoutedRequest, now: float) -> int:
         instance = request.number % self._instances
-        return Choice(instance, instance)
+        return instance
 
-    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, instance: int, now: float) -> None:
         """Does nothing, because the rule does not depend on answers; see `Router`."""
 
-    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, instance: int, output_tokens: int, now: float) -> None:
         """Does nothing, because the rule does not depend on answers; see `Router`."""

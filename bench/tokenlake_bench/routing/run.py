@@ -20,9 +20,8 @@ def run_system(
 ) -> SystemRow:
     """Simulate `system` on all requests; equal arguments give equal rows. `progress` is called with the number of
     requests sent so far. Raises ConfigurationError."""
-    least = 1 if system.phases is None else 2
-    if options.instances < least:
-        raise ConfigurationError("nodes", options.instances, f"at least {least} for {system.name}")
+    if options.instances < 1:
+        raise ConfigurationError("nodes", options.instances, "at least 1")
     if not accesses.prompts:
         raise ConfigurationError("requests", 0, "at least one")
     run = FleetRun if options.engine_cache_tokens is None else OffloadRun

@@ -68,7 +68,6 @@ class CachedEngine(PooledEngine):
         return self._run.engine.host_copy_s(segments * self._options.segment_tokens)
 
     def _compute_s(self, segments: int) -> float:
-        """Seconds in which segments that are stored are copied to this node's memory; see `SimulatedEngine`."""
         return self._run.engine.host_copy_s(segments * self._options.segment_tokens)
 
     def _store_computed(self, number: int, request: PooledRequest) -> Steps:

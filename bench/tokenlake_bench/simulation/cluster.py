@@ -9,11 +9,9 @@ from functools import partial
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.directory.ring_record import RingRecord
-from tokenlake.location import NOWHERE, Location
-from tokenlake_bench.balance import WINDOW_S
+from tokenlake_bench.balance import WINDOW_S, SendLog
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
-from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Network
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
@@ -58,8 +56,9 @@ class SimulatedCluster:
         names = [f"n{index:04}" for index in range(options.nodes)]
         self.record = RingRecord.of(dict.fromkeys(names, self.size.memory))
         """The ring record, as the membership stores it."""
-        cores = [self._core(index, name) for index, name in enumerate(names)]
-        self.meter = Meter([core.store for core in cores], self.size.layout.segment_bytes, BEGINS_S, self._most)
+        cores = [self._core(name) for name in names]
+        self.sent, self.sent_to_readers = SendLog(self._most), SendLog(self._most)
+        """Bytes that nodes sent to others, in seconds of the workload; those of them that were for engines."""
         self.nodes = [self._node(index, core) for index, core in enumerate(cores)]
         """All nodes that ever were, by index."""
         self.serving = list(range(options.nodes))
@@ -70,7 +69,7 @@ class SimulatedCluster:
         for node in self.nodes:
             for other in self.nodes:
                 if other is not node:
-                    node.deliver(events.PeerUp(other.name, 1, self.location(other.index)))
+                    node.deliver(events.PeerUp(other.name, 1))
         share = self.nodes[0].core.config.cached_share
         # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
         window = int(share * self.size.node_segments)
@@ -79,22 +78,23 @@ class SimulatedCluster:
         self.routing = 0
         """Number of requests that have arrived and that no engine has been given yet."""
 
-    def location(self, index: int) -> Location:
-        """The location of a node, as it and routers know it: that of its domain."""
-        nodes = self.options.network.domain_nodes
-        return (f"domain-{index // nodes}",) if nodes and self.options.labelled else NOWHERE
-
-    def _core(self, index: int, name: str) -> NodeCore:
-        rules = {"gossip_s": GOSSIP_S, "location": self.location(index), **self.options.rules}
+    def _core(self, name: str) -> NodeCore:
+        rules = {"gossip_s": GOSSIP_S, **self.options.rules}
         return NodeCore(CoreConfig(name, 1, self.record, 1, self.size.memory, **rules))
 
     def _node(self, index: int, core: NodeCore) -> SimNode:
         options, size = self.options, self.size
         disk = disk_bytes(options.disk_tokens // options.nodes, size.layout)
-        node = SimNode(index, self._most, core, self.clock, self.network, self.meter, disk, options.disk)
+        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk, options.disk)
         node.drained = lambda: self._leave(node)
         node.read_ring = lambda: self._follow(node)
         return node
+
+    def _log(self, node: int, segments: int, to_reader: bool) -> None:
+        at_s, nbytes = self.clock.now - BEGINS_S, segments * self.size.layout.segment_bytes
+        self.sent.add(at_s, node, nbytes)
+        if to_reader:
+            self.sent_to_readers.add(at_s, node, nbytes)
 
     # -- changes of the ring
 
@@ -104,9 +104,8 @@ class SimulatedCluster:
         index = len(self.nodes)
         name = f"n{index:04}"
         self._change(self.record.with_member(name, self.size.memory), spread_s)
-        node = self._node(index, self._core(index, name))
+        node = self._node(index, self._core(name))
         self.nodes.append(node)
-        self.meter.add(node.store)
         for each in self.nodes:
             each.connect(self.nodes)
         node.start()
@@ -137,8 +136,8 @@ class SimulatedCluster:
             if other.name in before and not node.knows(other.name) and other.knows(node.name):
                 other.deliver(events.PeerDown(node.name, 1))
             if other.name not in before and node.knows(other.name) and other.knows(node.name):
-                node.deliver(events.PeerUp(other.name, 1, self.location(other.index)))
-                other.deliver(events.PeerUp(node.name, 1, self.location(node.index)))
+                node.deliver(events.PeerUp(other.name, 1))
+                other.deliver(events.PeerUp(node.name, 1))
 
     def _leave(self, node: SimNode) -> None:
         """A node that has drained leaves the record, and ends when its last request has."""

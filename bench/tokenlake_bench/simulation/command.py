@@ -19,10 +19,9 @@ from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, flash_crowd, merged, with_swarms
-from tokenlake_bench.simulation.picture import plot_simulated
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
-from tokenlake_bench.simulation.results import PoolView, SimulatedResult, pool_table, result_of, systems_table
+from tokenlake_bench.simulation.results import PoolView, SimulatedResult, plot, pool_table, result_of, systems_table
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
@@ -238,7 +237,7 @@ class _Study:
 
     def write(self) -> None:
         """Write the results so far to the JSON file, if the command line names one and there are any."""
-        if self.arguments.json_file is not None and (result := self.result()) is not None:
+        if (result := self.result()) is not None:
             write_json(result, self.arguments.json_file)
 
 
@@ -249,9 +248,6 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
     name, arrivals = arguments.workload(console.print)
     if arguments.trace is None:
         console.print("no --trace: simulating the built-in workload")
-    for system in systems:
-        if system.phases is not None and arguments.nodes < 2:
-            raise ConfigurationError("nodes", arguments.nodes, f"at least 2 for {system.name}")
     arguments.fleet(engine).capacity(arguments.size[1])
     study = _Study(arguments, engine, pools, systems, name, arrivals, console)
     study.run()
@@ -268,5 +264,5 @@ def run_simulate(arguments: SimulateArguments) -> bool:
     Returns False when the run was interrupted."""
     result, view = simulate(arguments, Console())
     if arguments.plot_file is not None and result is not None and view is not None:
-        plot_simulated(result, view, arguments.plot_file)
+        plot(result, view, arguments.plot_file)
     return result is not None and result.complete

@@ -57,7 +57,6 @@ class SimDisk:
         self._deliver(events.DiskRecovered(0))
 
     def write(self, order: instructions.DiskWrite) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
         keys, places = split_keys(order.keys), unpack_places(order.places)
         nbytes = len(keys) * stride(order.slot_bytes)
         self.written_bytes += nbytes
@@ -71,7 +70,6 @@ class SimDisk:
         self._clock.at(self._writes_until + self._shape.latency_s, done)
 
     def read(self, order: instructions.DiskRead) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
         keys, places = split_keys(order.keys), unpack_places(order.places)
         self._reads.add(order.fetch)
         nbytes = len(keys) * stride(order.slot_bytes)
@@ -89,24 +87,19 @@ class SimDisk:
             found = b"".join(checksum if code == Code.LOCAL else bytes(len(checksum)) for code in codes)
             self._deliver(events.FetchDone(order.fetch, codes, found))
 
-    def abort(self, order: instructions.AbortFetch) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
+    def abort(self, order: instructions.AbortFetch) -> None: ...
 
     def forget(self, order: instructions.DiskForget) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
         for place in unpack_places(order.places):
             self._places.pop((order.tenant, order.slot_bytes, place.slot), None)
 
     def erase(self, order: instructions.DiskErase) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
         slots = [place.slot for place in unpack_places(order.places)]
         for slot in slots:
             self._places.pop((order.tenant, order.slot_bytes, slot), None)
         done = events.DiskErased(order.erase, bytes([Code.COMMITTED]) * len(slots))
         self._clock.at(self._clock.now + self._shape.latency_s, self._deliver, done)
 
-    def trim(self, order: instructions.DiskTrim) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
+    def trim(self, order: instructions.DiskTrim) -> None: ...
 
-    def saved(self, order: instructions.Saved) -> None:
-        """See `tokenlake_testing.driver.Disks`."""
+    def saved(self, order: instructions.Saved) -> None: ...

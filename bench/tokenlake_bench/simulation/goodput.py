@@ -1,14 +1,13 @@
-"""Goodput of a fleet: the highest rate at which 90 % of the requests meet their objective, and its sensitivity to the
-fitted constants of the engine model.
+"""Goodput of a fleet: the highest rate at which 90 % of the requests meet their objective.
 
-python -m tokenlake_bench.simulation.goodput --trace FILE --nodes 8 --limit 1000 --systems pool,cache-aware-real --vary
+python -m tokenlake_bench.simulation.goodput --trace FILE --nodes 8 --limit 1000 --systems pool,cache-aware-real
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +15,10 @@ from typing import Any, Final
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake_bench.engine_model import FITTED, EngineModel
-from tokenlake_bench.report import write_json
+from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.report import table, write_json
 from tokenlake_bench.routing import SYSTEMS, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
 from tokenlake_bench.simulation.command import SimulateArguments
@@ -31,7 +29,6 @@ SHARE: Final = 0.9
 """Share of the requests that must meet their objective at the searched rate."""
 STEP: Final = 1.05
 """Ratio of two neighbouring request rates of the search."""
-VARIED: Final = (0.7, 1.3)
 LOWEST, HIGHEST = 1 / 64, 1024.0
 """Lowest and highest request rate of the search, as multiples of the workload's own rate."""
 _HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
@@ -39,11 +36,10 @@ _HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a search for the goodput, the highest rate at which enough requests meet their objective. `rates`:
-    requests per second by system, then by varied constant of the engine model ("" for the engine as fitted); 0 where no
-    rate was low enough. A rate is that of the recorded times, moved by one factor: where requests follow answers, only
-    the beginnings of the sessions move, and the pauses stay, so that a few sessions may meet it at the highest rate
-    that is tried. `shares`: the share of requests that met their objective at each tried rate, in the same
-    structure."""
+    requests per second by system; 0 where no rate was low enough. A rate is that of the recorded times, moved by one
+    factor: where requests follow answers, only the beginnings of the sessions move, and the pauses stay, so that a few
+    sessions may meet it at the highest rate that is tried. `shares`: the share of requests that met their objective at
+    each tried rate."""
 
     model: str
     gpu: str
@@ -51,8 +47,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     engine_cache_tokens: int | None = None
     requests: int
     own_rate: float
-    rates: dict[str, dict[str, float]]
-    shares: dict[str, dict[str, list[tuple[float, float]]]]
+    rates: dict[str, float]
+    shares: dict[str, list[tuple[float, float]]]
 
 
 def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None:
@@ -81,23 +77,6 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
     return good
 
 
-def variants(engine: EngineModel, *, host_copies: bool = False) -> Iterator[tuple[str, EngineModel]]:
-    """Yield (name of the variation, engine model): the engine as fitted, then with each fitted constant that affects
-    its times 30 % lower and 30 % higher. `host_copies`: caches are copied between host and GPU. The objectives are
-    relative to the engine and vary with it."""
-
-    def times(each: EngineModel) -> tuple[float, ...]:
-        copy_s = each.host_copy_s(512) if host_copies else 0.0
-        return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512), copy_s
-
-    yield "", engine
-    for name in FITTED:
-        for factor in VARIED:
-            varied = EngineModel(engine.model, engine.gpu.scaled({name: factor}), engine.gpus)
-            if times(varied) != times(engine):
-                yield f"{name} {factor - 1:+.0%}", varied
-
-
 def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, engine: EngineModel) -> SystemRow:
     capacity_tokens, segment_tokens = arguments.size
     nodes, seed = arguments.nodes, arguments.seed
@@ -111,11 +90,9 @@ def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, e
     return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], arguments.fleet(engine))
 
 
-def goodput(
-    arguments: SimulateArguments, systems: Sequence[str], *, vary: bool, say: Callable[[str], object]
-) -> Goodput:
-    """Search the goodput of every system with each variation of the engine. `say` is called with a line of text per
-    simulated rate. Raises ConfigurationError."""
+def goodput(arguments: SimulateArguments, systems: Sequence[str], *, say: Callable[[str], object]) -> Goodput:
+    """Search the goodput of every system. `say` is called with a line of text per simulated rate. Raises
+    ConfigurationError."""
     for name in systems:
         if name not in (*POOLS, *SYSTEMS):
             raise ConfigurationError("systems", name, "some of " + ", ".join((*POOLS, *SYSTEMS)))
@@ -130,46 +107,24 @@ def goodput(
         engine_cache_tokens=arguments.engine_cache_tokens,
         requests=len(arrivals),
         own_rate=own_rate,
-        rates={name: {} for name in systems},
-        shares={name: {} for name in systems},
+        rates={},
+        shares={name: [] for name in systems},
     )
 
-    def share_at(name: str, varied: str, model: EngineModel, step: int) -> float:
+    def share_at(name: str, step: int) -> float:
         rate = own_rate * STEP**step
-        share = _run(name, arrivals_of(at_rate(accesses, rate)), arguments, model).slo_attainment
-        result.shares[name][varied].append((rate, share))
-        say(f"{name} {varied}: {share:.1%} at {rate:.2f} requests/s")
+        share = _run(name, arrivals_of(at_rate(accesses, rate)), arguments, engine).slo_attainment
+        result.shares[name].append((rate, share))
+        say(f"{name}: {share:.1%} at {rate:.2f} requests/s")
         return share
 
-    host_copies = arguments.engine_cache_tokens is not None
-    for varied, model in variants(engine, host_copies=host_copies) if vary else [("", engine)]:
-        for name in systems:
-            result.shares[name][varied] = []
-            # The search begins at the rate found for the unvaried engine, because a varied constant changes the rate by
-            # little.
-            usual = result.rates[name].get("")
-            start = round(math.log(usual / own_rate, STEP)) if usual else 0
-            best = highest_rate(partial(share_at, name, varied, model), start)
-            if best == _HIGHEST_STEP:
-                say(f"{name} {varied}: not a goodput, the objective is met at the highest rate that is tried")
-            result.rates[name][varied] = 0.0 if best is None else own_rate * STEP**best
-            if arguments.json_file is not None:
-                write_json(result, arguments.json_file)
+    for name in systems:
+        best = highest_rate(partial(share_at, name))
+        if best == _HIGHEST_STEP:
+            say(f"{name}: not a goodput, the objective is met at the highest rate that is tried")
+        result.rates[name] = 0.0 if best is None else own_rate * STEP**best
+        write_json(result, arguments.json_file)
     return result
-
-
-def table(result: Goodput) -> Table:
-    """The goodput as a table for a terminal: a row per system, a column per variation of the engine model."""
-    shown = Table(
-        title=f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
-    )
-    shown.add_column("system")
-    names = list(next(iter(result.rates.values())))
-    for name in names:
-        shown.add_column(name or "as fitted", justify="right")
-    for system, rates in result.rates.items():
-        shown.add_row(system, *(f"{rates[name]:.2f}" for name in names))
-    return shown
 
 
 @click.command()
@@ -187,21 +142,21 @@ def table(result: Goodput) -> Table:
 @click.option("--gpu")
 @click.option("--systems", default=f"{POOL},cache-aware-perfect", show_default=True)
 @click.option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times.")
-@click.option("--vary", is_flag=True, help="Repeat with each fitted constant 30 % lower and higher.")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Result file, written after every search.",
 )
-def main(systems: str, vary: bool, **arguments: Any) -> None:
+def main(systems: str, **arguments: Any) -> None:
     """Search the highest rate at which 90 % of the requests meet their objective, for each system."""
     console = Console()
     try:
-        result = goodput(SimulateArguments(**arguments), systems.split(","), vary=vary, say=console.print)
+        result = goodput(SimulateArguments(**arguments), systems.split(","), say=console.print)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
-    console.print(table(result))
+    title = f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
+    console.print(table(title, (), [(name, f"{rate:.2f}") for name, rate in result.rates.items()]))
 
 
 if __name__ == "__main__":

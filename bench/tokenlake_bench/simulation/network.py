@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import peer
@@ -35,31 +34,10 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class NetworkShape:
     """The links of a simulated network. `links`: by (sender, receiver), those that differ from the usual one. `usual`:
-    every other link, and each node's own connection in either direction; by default 100 Gbit/s through one switch.
-    `domain_nodes`: so many consecutive nodes form a domain, in which links are `near`, over a connection of its own at
-    each node; 0: there are no domains."""
+    every other link, and each node's own connection in either direction; by default 100 Gbit/s through one switch."""
 
     usual: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    domain_nodes: int = 0
-    near: Link = field(default_factory=Link)
-
-    def __post_init__(self) -> None:
-        if self.domain_nodes < 0:
-            raise ConfigurationError("domain_nodes", self.domain_nodes, "a number of nodes, or 0 for no domains")
-
-    def same_domain(self, a: int, b: int) -> bool:
-        """Whether two nodes are in one domain; False where there are no domains."""
-        return bool(self.domain_nodes) and a // self.domain_nodes == b // self.domain_nodes
-
-
-class _Connections(NamedTuple):
-    """The connections of all nodes to one network: the link that each has in either direction, and by node the times
-    until which it sends and receives."""
-
-    own: Link
-    sends_until: list[float]
-    receives_until: list[float]
 
 
 class Network:
@@ -67,40 +45,31 @@ class Network:
 
     def __init__(self, shape: NetworkShape, nodes: int) -> None:
         self.shape = shape
-        self._usual = _Connections(shape.usual, [0.0] * nodes, [0.0] * nodes)
-        self._near = _Connections(shape.near, [0.0] * nodes, [0.0] * nodes)
+        self._sends_until = [0.0] * nodes
+        self._receives_until = [0.0] * nodes
         self.messages: Counter[type] = Counter()
         """Number of frames sent so far, by type of message."""
         self.transfers = 0
         self.nbytes = 0
         """Number of bytes of segments sent so far."""
-        self.between_domains: Counter[bool] = Counter()
-        """Those of them that were sent from domain to domain: by hand-overs (True), and for engines (False)."""
 
     def link(self, sender: int, receiver: int) -> Link:
         """The link from one node to another."""
-        shape = self.shape
-        usual = shape.near if shape.same_domain(sender, receiver) else shape.usual
-        return shape.links.get((sender, receiver), usual)
+        return self.shape.links.get((sender, receiver), self.shape.usual)
 
     def frame(self, message: peer.PeerMessage) -> None:
         """Count a frame that a node sends now."""
         self.messages[type(message)] += 1
 
-    def transfer(
-        self, now: float, sender: int, receiver: int, nbytes: int, *, background: bool = False
-    ) -> tuple[float, float]:
-        """Queue a transfer of `nbytes` from one node to another. `background`: no engine waits for it. Returns (time at
-        which the sender has sent the last byte, time at which it arrives)."""
-        link, near = self.link(sender, receiver), self.shape.same_domain(sender, receiver)
-        through = self._near if near else self._usual
-        took = nbytes / min(link.bandwidth, through.own.bandwidth)
-        starts = max(now, through.sends_until[sender])
-        sent = through.sends_until[sender] = starts + took
-        lands = max(starts + link.latency_s, through.receives_until[receiver])
-        arrived = through.receives_until[receiver] = lands + took
+    def transfer(self, now: float, sender: int, receiver: int, nbytes: int) -> tuple[float, float]:
+        """Queue a transfer of `nbytes` from one node to another. Returns (time at which the sender has sent the last
+        byte, time at which it arrives)."""
+        link = self.link(sender, receiver)
+        took = nbytes / min(link.bandwidth, self.shape.usual.bandwidth)
+        starts = max(now, self._sends_until[sender])
+        sent = self._sends_until[sender] = starts + took
+        lands = max(starts + link.latency_s, self._receives_until[receiver])
+        arrived = self._receives_until[receiver] = lands + took
         self.transfers += 1
         self.nbytes += nbytes
-        if not near:
-            self.between_domains[background] += nbytes
         return sent, arrived

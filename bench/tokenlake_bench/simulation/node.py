@@ -10,7 +10,6 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.memory import SegmentStore
 from tokenlake.wire import Code, engine, peer
 from tokenlake_bench.simulation.disk import CHECKSUM, DiskShape, SimDisk
-from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull
@@ -43,20 +42,15 @@ class _SizedPull(Pull):
             self._return_nothing()
 
     def send(self, bulk: instructions.SendBulk) -> None:
-        """Simulate the travel of the segments over the link: the sender is done when the last byte has left, the
-        receiver when it has arrived. See `Pull`."""
         self._codes = bulk.codes
         source, target = self._source, self._target
         clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
-        sent, arrived = source.network.transfer(
-            clock.now, source.index, target.index, nbytes, background=self.order.background
-        )
+        sent, arrived = source.network.transfer(clock.now, source.index, target.index, nbytes)
         self._count(bulk.codes)
         clock.at(sent, self.end_sending)
         clock.at(arrived, self._return_codes)
 
     def abort(self) -> None:
-        """End the transfer at once, without the missing segments; see `Pull`."""
         self._target.clock.after(0.0, self._return_nothing)
 
     def _return_nothing(self) -> None:
@@ -74,14 +68,7 @@ class _SizedPull(Pull):
 
     def _count(self, codes: bytes) -> None:
         """A background transfer is a hand-over of segments; for every other transfer an engine waits."""
-        order, source = self.order, self._source
-        now, node, meter = source.clock.now, source.index, source.meter
-        if order.background:
-            meter.handed_over(now, node, codes.count(Code.LOCAL))
-            return
-        keys = order.keys
-        sent = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, code in enumerate(codes) if code == Code.LOCAL]
-        meter.read(now, node, self._target.index, order.tenant, sent)
+        self._source.log(self._source.index, codes.count(Code.LOCAL), not self.order.background)
 
 
 class _Membership:
@@ -91,11 +78,9 @@ class _Membership:
         self._node = node
 
     def read(self, order: instructions.ReadRing) -> None:
-        """See `tokenlake_testing.driver.Membership`."""
         self._node.clock.after(0.0, self._node.read_ring)
 
     def drained(self, order: instructions.Drained) -> None:
-        """See `tokenlake_testing.driver.Membership`."""
         self._node.clock.after(0.0, self._node.drained)
 
 
@@ -110,18 +95,19 @@ class SimNode:
         core: NodeCore,
         clock: Clock,
         network: Network,
-        meter: Meter,
+        log: Callable[[int, int, bool], None],
         disk_bytes: int = 0,
         disk: DiskShape | None = None,
     ) -> None:
-        """`index`: number of this node among the `nodes` nodes of the cluster. `disk_bytes`: size of its disk; 0: it
+        """`index`: number of this node among the `nodes` nodes of the cluster. `log` is called with (node, number of
+        segments that it sends to another one, whether an engine waits for them). `disk_bytes`: size of its disk; 0: it
         has none. `disk`: its shape, by default the usual one."""
         self.index = index
         self.name = core.config.node
         self.core = core
         self.clock = clock
         self.network = network
-        self.meter = meter
+        self.log = log
         self.engines: dict[int, Process] = {}
         """The engines of the node, by number of their connection."""
         self.drained: Callable[[], None] = lambda: None
@@ -176,25 +162,20 @@ class SimNode:
     # -- engines
 
     def answer(self, order: instructions.Answer) -> None:
-        """Send a reply to an engine; see `tokenlake_testing.driver.Engines`."""
         self.engines[order.connection].hear(order.message)
 
     def welcome(self, order: instructions.Welcomed) -> None:
-        """Tell an engine that it has joined its session; see `tokenlake_testing.driver.Engines`."""
         self.engines[order.connection].joined = True
 
     # -- network
 
     def say(self, order: instructions.SendToPeer) -> None:
-        """Send a frame to a peer, which gets it after the latency of the link; see
-        `tokenlake_testing.driver.Network`."""
         other, link = self._peers[order.node]
         message = order.message
         self.network.frame(message)
         self.clock.after(link.latency_s, other.hear, self.name, message)
 
     def pull(self, order: instructions.StartFetch) -> Pull:
-        """Begin a transfer of segments from a peer; see `tokenlake_testing.driver.Network`."""
         source, link = self._peers[order.node]
         self._streams += 1
         pull = _SizedPull(source, self, order, self._streams * self._nodes + self.index)

@@ -30,8 +30,6 @@ class SimulationOptions:
     """The layout of the segments; None: that of Llama-3-8B (`serving_layout`)."""
     seed: int = 0
     network: NetworkShape = field(default_factory=NetworkShape)
-    labelled: bool = True
-    """Nodes and routers know the domains of the network."""
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the rules' `CoreConfig` that differ from their defaults."""
     prefill_tokens_per_s: float = 0.0

@@ -38,7 +38,6 @@ class PlannedRoute:
         instances = {str(node): node for node in self._nodes}
         layout = self._cluster.size.layout
         self.router = Router(instances, options.segment_tokens, layout.segment_bytes, seed=options.seed)
-        self.router.locations = {node: self._cluster.location(index) for node, index in self._indices.items()}
         self._one_way_s = SOCKET_S + options.network.usual.latency_s
         run.first_token = self._first_token
         run.answered = self._answered

@@ -150,7 +150,6 @@ class PooledEngine(SimulatedEngine):
         )
 
     def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
-        """Put a request at the end of the queue of requests that read their prefixes; see `SimulatedEngine`."""
         self.open += 1
         self.backlog += arrival.tokens
         served = RequestOutcome(arrival, self._node.index, answered)
@@ -158,7 +157,6 @@ class PooledEngine(SimulatedEngine):
         self._read_ahead()
 
     def _in_flight_wait_s(self, served: RequestOutcome, keys: bytes) -> float:
-        """1.5 times the seconds of the prefill while no other request is computed; see `SimulatedEngine`."""
         return 1.5 * self._run.engine.prefill_s(len(keys) // KEY_BYTES * self._options.segment_tokens)
 
     def _read_ahead(self) -> None:
@@ -356,7 +354,7 @@ class PooledRun:
         simulation = self.simulation
         return row_of(
             self.answers,
-            simulation.cluster.meter.log,
+            simulation.cluster.sent,
             self.busy,
             self.engine,
             duplication=simulation.totals().duplication,

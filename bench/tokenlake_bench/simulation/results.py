@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 
+import numpy as np
+from rich.console import Group
 from rich.table import Table
 
-from tokenlake_bench.balance import SendLog, max_over_mean_from
+from tokenlake_bench.balance import WINDOW_S, SendLog, max_over_mean_from
 from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.report import (
-    CacheHitResult,
-    add_disk_rows,
-    format_bytes,
-    format_duration,
-    format_ratio,
-    format_share,
-    hit_rates,
-)
+from tokenlake_bench.hits import CacheHitResult, disk_rows, hit_rows
+from tokenlake_bench.pictures import bars, drawn
+from tokenlake_bench.report import format_bytes, format_duration, format_ratio, format_share, table
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import accesses_of
@@ -27,19 +24,6 @@ from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.run import Measured, Totals
 
 FLASH_WINDOWS = 2
-_COLUMNS = (
-    "hits",
-    "remote",
-    "in GPU",
-    "load CV (floor)",
-    "busy (CV)",
-    "copies",
-    "TTFT",
-    "TPOT",
-    "in SLO",
-    "goodput/s",
-    "moved",
-)
 
 
 class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
@@ -73,6 +57,7 @@ class PoolView:
     measured: Measured
     totals: Totals
     sent: SendLog
+    sent_to_readers: SendLog
     done: Accesses
     """The answered requests, in the order in which they arrived."""
     seed: int
@@ -94,7 +79,8 @@ class PoolView:
         return cls(
             measured=simulation.measure(),
             totals=simulation.totals(),
-            sent=cluster.meter.log,
+            sent=cluster.sent,
+            sent_to_readers=cluster.sent_to_readers,
             done=accesses_of(sorted(run.done, key=attrgetter("at_s")), simulation.options.segment_tokens),
             seed=simulation.options.seed,
             nodes=simulation.options.nodes,
@@ -119,11 +105,6 @@ def result_of(
     """The JSON result: combines the figures of the pool with the rows of all systems that are finished."""
     measured, totals, seed, prompts = view.measured, view.totals, view.seed, view.done.prompts
     compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
-    reads = view.sent.reads()
-    flash, flash_floor = (
-        () if flash_at is None else tuple(max_over_mean_from(sent, flash_at, FLASH_WINDOWS))
-        for sent in (reads, reads.at_floor())
-    )
     duration_s = prompts[-1].at_s - prompts[0].at_s
     return SimulatedResult(
         token_hit_rate=measured.token_hit_rate,
@@ -133,10 +114,10 @@ def result_of(
         remote_share=measured.remote_share,
         duplication=totals.duplication,
         load_cv=measured.load.cv,
-        load_cv_floor=measured.load_floor.cv,
         load_max_over_mean=measured.load.max_over_mean,
-        flash_max_over_mean=flash,
-        flash_floor=flash_floor,
+        flash_max_over_mean=()
+        if flash_at is None
+        else tuple(max_over_mean_from(view.sent_to_readers, flash_at, FLASH_WINDOWS)),
         bytes_moved=totals.bytes_moved,
         wrong_bytes=0,
         requests=totals.requests,
@@ -159,51 +140,78 @@ def result_of(
 
 def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
     """The figures of the pool as a table for a terminal."""
-    title = f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, rate in hit_rates(result).items():
-        table.add_row(f"token hit rate, {name}", format_share(rate), style="bold" if name == "pool" else "")
-    table.add_section()
-    table.add_row("capacity of the pool", f"{result.capacity_tokens:,} tokens")
-    table.add_row("segment", f"{view.segment_tokens:,} tokens")
-    table.add_row("hits from another node", format_share(result.remote_share))
-    table.add_row("load max / mean", format_ratio(result.load_max_over_mean))
-    for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
-        label = f"the same of the reads in window {number} of the flash crowd"
-        table.add_row(label, f"{ratio:.3f} (floor {least:.3f})")
-    if view.disk is not None:
-        add_disk_rows(table, view.disk, result.disk_tokens, result.nodes)
-    table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
-    table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
-    table.add_row("processor time", format_duration(result.processor_s))
-    return table
+    flash = [
+        (f"the same of the reads in window {number} of the flash crowd", format_ratio(ratio))
+        for number, ratio in enumerate(result.flash_max_over_mean, 1)
+    ]
+    return table(
+        f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}",
+        (),
+        [
+            *hit_rows(result),
+            ("capacity of the pool", f"{result.capacity_tokens:,} tokens"),
+            ("segment", f"{view.segment_tokens:,} tokens"),
+            ("hits from another node", format_share(result.remote_share)),
+            ("load max / mean", format_ratio(result.load_max_over_mean)),
+            *flash,
+            *disk_rows(view.disk, result.disk_tokens, result.nodes),
+            ("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s))),
+            ("messages between nodes per request", f"{result.messages_per_request:.1f}"),
+            ("processor time", format_duration(result.processor_s)),
+        ],
+    )
 
 
-def systems_table(result: SimulatedResult) -> Table:
-    """All compared systems as a table for a terminal, with a row per system."""
+def systems_table(result: SimulatedResult) -> Group:
+    """All compared systems as two tables for a terminal, with a row per system: caches and load, then latency."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
-    title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
-    table = Table(title=title, title_justify="left")
-    table.add_column("system")
     disks = any(row.disk_written_share is not None for row in result.systems.values())
-    for name in (*_COLUMNS, *(["disk"] if disks else [])):
-        table.add_column(name, justify="right")
-    for name, row in result.systems.items():
-        table.add_row(
+    caches = [
+        (
             name,
             format_share(row.token_hit_rate),
             format_share(row.remote_share),
             format_share(row.engine_share),
-            "-" if row.load_cv is None else f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
-            f"{format_share(row.busy_share)} ({row.busy_cv:.2f})",
+            *([format_share(row.disk_share)] if disks else []),
             f"{row.duplication:.2f}",
-            f"{format_duration(row.ttft_p50_ms / 1e3)} / {format_duration(row.ttft_p99_ms / 1e3)}",
-            f"{format_duration(row.tpot_p50_ms / 1e3)} / {format_duration(row.tpot_p99_ms / 1e3)}",
+            format_bytes(row.bytes_moved),
+            "-" if row.load_cv is None else f"{row.load_cv:.2f}",
+        )
+        for name, row in result.systems.items()
+    ]
+    times = [
+        (
+            name,
+            *(format_duration(ms / 1e3) for ms in (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms)),
             format_share(row.slo_attainment),
             f"{row.goodput_rps:.2f}",
-            format_bytes(row.bytes_moved),
-            *([format_share(row.disk_share)] if disks else []),
+            format_share(row.busy_share),
         )
-    return table
+        for name, row in result.systems.items()
+    ]
+    head = ("system", "hits", "remote", "in GPU", *(["disk"] if disks else []), "copies", "moved", "load CV")
+    late = ("system", "TTFT", "p99", "TPOT", "in SLO", "good/s", "busy")
+    return Group(
+        table(f"{result.model}, {per} per instance, {result.rate:.2f} requests/s", head, caches),
+        table("medians and p99; good/s: requests within their objective per second", late, times),
+    )
+
+
+def plot(result: SimulatedResult, view: PoolView, path: Path) -> None:
+    """Draw hit rates, requests within their objective, and the load of each node over time."""
+    with drawn(path, (15, 1.5 + max(3.0, 0.35 * len(result.systems))), 3) as (figure, (hits, within, load)):
+        bars(hits, "token hit rate, %", {name: row.token_hit_rate for name, row in result.systems.items()}, "pool")
+        attained = {name: row.slo_attainment for name, row in result.systems.items()}
+        bars(within, "requests within their objective, %", attained, "pool")
+        hits.set_title(f"{result.requests:,} requests, {result.nodes} nodes, {result.rate:.1f}/s")
+        starts, sent = view.sent.table()
+        if len(starts):
+            by_window = np.zeros((view.nodes, round(starts[-1] / WINDOW_S) + 1))
+            by_window[:, np.rint(starts / WINDOW_S).astype(np.int64)] = sent.T
+            relative = by_window / np.maximum(1.0, by_window.mean(axis=0))
+            extent = (0.0, by_window.shape[1] * WINDOW_S, view.nodes - 0.5, -0.5)
+            image = load.imshow(relative, aspect="auto", vmin=0, vmax=2, cmap="coolwarm", extent=extent)
+            figure.colorbar(image, ax=load, label="bytes sent / mean")
+        load.set_xlabel("trace time, s")
+        load.set_ylabel("node")
+        load.set_title(f"load per {WINDOW_S:g} s: CV {format_ratio(result.load_cv)}")

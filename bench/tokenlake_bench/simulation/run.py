@@ -28,14 +28,13 @@ from tokenlake_bench.simulation.options import SimulationOptions
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the finished requests of a simulated run. `remote_share`: share of the hits that came from other
-    nodes; the others are reads from the engine's own node, which are no load. `load` and `load_floor` are defined in
+    nodes; the others are reads from the engine's own node, which are no load. `load` is defined in
     `balance`."""
 
     requests: int
     token_hit_rate: float
     remote_share: float
     load: Spread
-    load_floor: Spread
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,13 +88,11 @@ class Simulation:
 
     def measure(self) -> Measured:
         """Hit rate of the requests that finished so far, and load by all bytes sent."""
-        sent = self.cluster.meter.log
         return Measured(
             requests=self.done,
             token_hit_rate=self._hits * self.options.segment_tokens / max(1, self._tokens),
             remote_share=self.remote_share(),
-            load=load(sent),
-            load_floor=load(sent.at_floor()),
+            load=load(self.cluster.sent),
         )
 
     def remote_share(self) -> float:

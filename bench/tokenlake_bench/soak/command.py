@@ -19,15 +19,13 @@ from typing import Final
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake_bench.load_meter import settle
+from tokenlake_bench.daemons import settle
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
 from tokenlake_bench.soak.faults import schedule
 from tokenlake_bench.soak.fleet import EVICTED, Fleet
-from tokenlake_bench.soak.gauges import HELD
 from tokenlake_bench.soak.refill import Refilled, displace, refill
-from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of
-from tokenlake_bench.soak.show import claim_table, gauge_table, page
+from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, tables
 
 SAMPLES: Final = 240
 """Maximum number of times that gauges are sampled in a run; short runs take a sample per second."""
@@ -42,13 +40,12 @@ POLL_S: Final = 0.1
 class SoakArguments:
     """Arguments of the command `bench soak`. Raises ConfigurationError for a value out of range."""
 
-    minutes: float
-    seed: int
-    nodes: int
-    rate: float
-    fault_every: float
-    json_file: Path | None
-    page_file: Path | None
+    minutes: float = 2.0
+    seed: int = 0
+    nodes: int = 3
+    rate: float = 10.0
+    fault_every: float = 4.0
+    json_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("minutes", "rate", "fault_every"):
@@ -85,14 +82,10 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
         with _interruptible(run):
             run.afterwards()
         result = run.result()
-    console.print(claim_table(result))
-    console.print(gauge_table(result.gauges))
+    console.print(tables(result))
     for name, log in result.logs.items():
         console.print(f"the end of {name}'s log:\n{log}", markup=False, soft_wrap=True)
-    if arguments.json_file is not None:
-        write_json(result, arguments.json_file)
-    if arguments.page_file is not None:
-        arguments.page_file.write_text(page(result, arguments.command()))
+    write_json(result, arguments.json_file)
     return result
 
 
@@ -202,8 +195,6 @@ class _Run:
             faults=dict(sorted(fleet.faults.items())),
             done=dict(sorted((fleet.done() + Counter({"segments evicted": fleet.counted(EVICTED)})).items())),
             lives={name: len(lives) for name, lives in fleet.recorder.lives.items()},
-            peaks={gauge: fleet.recorder.peak(gauge) for gauge in HELD},
-            series=series_of(fleet.recorder, survivors),
             logs={name: log[-LOG_CHARACTERS:] for name, log in fleet.logs().items()} if failed else {},
         )
 
@@ -217,16 +208,15 @@ class _Run:
         ended, failures = fleet.ended(), fleet.failures()
         held = self.left_held
         stirred = min(done["segments from other nodes"], fleet.counted(EVICTED), sum(fleet.faults.values()))
-        claims = [
+        moved = f"{done['segments from other nodes']:,} came from other nodes, {fleet.counted(EVICTED):,} evicted"
+        left = {} if held is None else {"slots": held["quarantined"], "leases and other holds": held["holds"]}
+        return [
             Claim(
                 "the load used every mechanism",
-                f"{compared:,} segments compared, {done['segments from other nodes']:,} came from other nodes, "
-                f"{fleet.counted(EVICTED):,} evicted; {_counts(fleet.faults)}",
+                f"{compared:,} segments compared, {moved}; {_counts(fleet.faults)}",
                 stirred > 0,
             ),
-            Claim(
-                "wrong bytes: 0", f"{nbytes:,} in {segments:,} of {compared:,} segments", compared > 0 and nbytes == 0
-            ),
+            Claim("wrong bytes: 0", f"{nbytes:,} of {compared:,} segments", compared > 0 and nbytes == segments == 0),
             Claim(
                 "no process ended unless it was killed",
                 f"{len(ended)}; {'; '.join([*ended[:2], *self.trouble])}".removesuffix("; "),
@@ -235,35 +225,22 @@ class _Run:
             Claim("no failure in a daemon's log", "; ".join(failures[:3]) or "none", not failures),
             Claim(
                 "quarantine drains to 0 while the engines are still connected",
-                "not reached"
-                if held is None
-                else f"{held['quarantined']:.0f} slots, {held['holds']:.0f} leases and other holds",
+                ", ".join(f"{count:.0f} {name}" for name, count in left.items()) or "not reached",
                 held is not None and self.engines_gave_back and not any(held.values()),
             ),
-            Claim(
-                "the daemons forget processes that left",
-                "not reached" if self.left_processes is None else f"{self.left_processes:.0f}",
-                self.left_processes == 0,
-            ),
-            Claim(
-                "free slots and segments add up to all slots",
-                "not reached" if self.slots_missing is None else f"{self.slots_missing:.0f} missing",
-                self.slots_missing == 0,
-            ),
+            _claim_of_zero("the daemons forget processes that left", self.left_processes, "processes"),
+            _claim_of_zero("free slots and segments add up to all slots", self.slots_missing, "missing"),
             Claim(
                 "as many segments as slots can be stored again",
-                "not reached"
-                if again is None
-                else f"{again.stored:,} of {again.asked:,} segments read back {again.stuck}",
+                "not reached" if again is None else f"{again.stored:,} of {again.asked:,} read back {again.stuck}",
                 again is not None and again.stored == again.asked,
             ),
-            Claim(
-                "every slot of the first daemon takes another segment",
-                "not reached" if self.stayed is None else f"{self.stayed} segments stayed",
-                self.stayed == 0,
-            ),
+            _claim_of_zero("every slot of the first daemon takes another segment", self.stayed, "segments stayed"),
         ]
-        return claims
+
+
+def _claim_of_zero(text: str, count: float | None, what: str) -> Claim:
+    return Claim(text, "not reached" if count is None else f"{count:.0f} {what}", count == 0)
 
 
 def _counts(counted: Counter[str]) -> str:

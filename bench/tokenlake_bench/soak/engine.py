@@ -23,7 +23,7 @@ from tokenlake_bench import payload
 from tokenlake_bench.live_client import LiveClient
 from tokenlake_bench.payload import PayloadIdentity
 from tokenlake_bench.soak.load import GROUPS, Prompt, draw_prompt
-from tokenlake_bench.transfer.worker import serve
+from tokenlake_bench.worker import serve
 from tokenlake_client import Lease, Pool, Write
 
 CONNECT_S: Final = 60.0

@@ -1,13 +1,25 @@
-"""Samples of the soak's processes, from the kernel and from the daemons' metrics."""
+"""Samples of the soak's processes, from the kernel and from the daemons' metrics, and whether a gauge grows.
+
+The later half of a process's life is compared with the earlier half, after a warm-up. Medians are compared, because a
+gauge jumps when another process is killed, when the metrics page is read, or when an allocator returns memory: that
+moves few samples, while a leak moves all later ones. A difference below the tolerance cannot be distinguished from
+noise; the corresponding leak per hour is reported beside the verdict, and shrinks with the length of the run.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Final
 
+WARM_SHARE: Final = 1 / 3
+"""Share of a process's life that is left out as warm-up, in which memory fills, and thread pools and the allocator
+reach their size."""
+FEWEST: Final = 5
+"""Minimum number of samples of a gauge in each half of a process's life."""
 HOLDS: Final = ("leases", "writes", "leases to peers", "transfers", "segments in transfer", "sends", "matches")
 """Metrics of those maps of a daemon whose entries keep segments pinned."""
 MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")
@@ -43,11 +55,6 @@ class Recorder:
         for gauge, value in values.items():
             lives[-1].samples.setdefault(gauge, []).append((at_s, value))
 
-    def peak(self, gauge: str) -> float:
-        """The largest value of a gauge over all processes that had the name."""
-        samples = (life.samples.get(gauge, []) for lives in self.lives.values() for life in lives)
-        return max((value for values in samples for _, value in values), default=0.0)
-
 
 def process_gauges(pid: int) -> dict[str, float]:
     """Sample of a process from the kernel: resident bytes without shared memory (the arena), open descriptors, threads.
@@ -80,3 +87,42 @@ def entries(metrics: Mapping[str, float]) -> float:
 def total(metrics: Mapping[str, float], name: str) -> float:
     """Value of a metric, summed over its labels."""
     return sum(value for key, value in metrics.items() if key.split("{")[0] == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest growth of a gauge that counts as noise: `absolute` plus `share` of the earlier median."""
+
+    absolute: float
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flatness:
+    """The comparison of the two halves of a process's life. `earlier`, `later`: medians of the gauge; `allowed`:
+    largest difference that counts as noise; `least_rate`: smallest growth per second that the comparison detects."""
+
+    earlier: float
+    later: float
+    allowed: float
+    least_rate: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether the later median exceeds the earlier one by at most `allowed`."""
+        return self.later - self.earlier <= self.allowed
+
+
+def flatness(samples: Sequence[tuple[float, float]], tolerance: Tolerance) -> Flatness | None:
+    """Compare the two halves of samples of one gauge, (seconds, value) in order of time. None with too few samples."""
+    if not samples:
+        return None
+    first, last = samples[0][0], samples[-1][0]
+    warm = first + WARM_SHARE * (last - first)
+    middle = (warm + last) / 2
+    earlier = [value for at, value in samples if warm < at <= middle]
+    later = [value for at, value in samples if at > middle]
+    if min(len(earlier), len(later)) < FEWEST:
+        return None
+    allowed = tolerance.absolute + tolerance.share * median(earlier)
+    return Flatness(median(earlier), median(later), allowed, allowed / (middle - warm))

@@ -1,15 +1,15 @@
-"""Results of a soak: claims that hold or fail, and their figures."""
+"""Results of a soak: claims that hold or fail, their figures, and the tables of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
+from rich.console import Group
 
-from tokenlake_bench.report import format_bytes
-from tokenlake_bench.soak.flat import Tolerance, flatness
-from tokenlake_bench.soak.gauges import Life, Recorder
+from tokenlake_bench.report import format_bytes, format_duration, table, verdict
+from tokenlake_bench.soak.gauges import Recorder, Tolerance, flatness
 
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
 """Tolerance of a process's resident memory: the median may grow by 2 MiB plus 2 % of the earlier median. The allocator
@@ -24,13 +24,15 @@ DAEMON: Final = {
 """Tolerances of a daemon's gauges. A daemon keeps up to four bulk connections open per peer and direction, the incoming
 ones with a thread each, from the time when the load first needs so many. The entries of its maps include the directory,
 which has one per segment in the memory."""
-ENGINE: Final = {
-    "memory": _MEMORY,
-    "descriptors": Tolerance(16),
-    "threads": Tolerance(2),
-}
+ENGINE: Final = {"memory": _MEMORY, "descriptors": Tolerance(16), "threads": Tolerance(2)}
 """Tolerances of an engine's gauges. An engine opens each of the eight regions at its first read and at its first write
 there, and again after each restart of its daemon."""
+NAMES: Final = {
+    "memory": "resident memory beside the arena",
+    "descriptors": "open descriptors",
+    "threads": "threads",
+    "entries": "entries of the daemon's maps",
+}
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -55,8 +57,7 @@ class Gauge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `tokenlake bench soak`. `series`: by process and gauge, at most 60 samples of (seconds, value).
-    `logs`: the end of each daemon's log, where a claim fails."""
+    """The JSON of `tokenlake bench soak`. `logs`: the end of each daemon's log, where a claim fails."""
 
     seconds: float
     seed: int
@@ -67,8 +68,6 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, int]
     done: dict[str, int]
     lives: dict[str, int]
-    peaks: dict[str, float]
-    series: dict[str, dict[str, list[tuple[float, float]]]]
     logs: dict[str, str]
 
     @property
@@ -108,46 +107,42 @@ def flat_claims(gauges: list[Gauge], unknown: list[str]) -> list[Claim]:
     claims = []
     for name in DAEMON:
         of_kind = [gauge for gauge in gauges if gauge.gauge == name]
-        missing = [words for words in unknown if words.startswith(f"{name} of")]
+        missing = any(words.startswith(f"{name} of") for words in unknown)
         worst = max(of_kind, key=lambda gauge: (gauge.later - gauge.earlier) / gauge.allowed, default=None)
-        holds = None if missing or worst is None else all(gauge.flat for gauge in of_kind)
-        found = "too few samples" if worst is None else _growth(worst)
-        claims.append(Claim(f"{NAMES[name]} flat", found, holds))
+        if missing or worst is None:
+            claims.append(Claim(f"{NAMES[name]} flat", "too few samples", None))
+            continue
+        earlier, later, allowed = (_value(name, value) for value in (worst.earlier, worst.later, worst.allowed))
+        found = f"most in {worst.process}: {earlier} -> {later}, {allowed} more allowed"
+        claims.append(Claim(f"{NAMES[name]} flat", found, all(gauge.flat for gauge in of_kind)))
     return claims
 
 
-NAMES: Final = {
-    "memory": "resident memory beside the arena",
-    "descriptors": "open descriptors",
-    "threads": "threads",
-    "entries": "entries of the daemon's maps",
-}
-
-
-def format_value(gauge: str, value: float) -> str:
-    """Text of a value in the unit of its gauge."""
+def _value(gauge: str, value: float) -> str:
     return format_bytes(value) if gauge == "memory" else f"{value:,.0f}"
 
 
-def _growth(gauge: Gauge) -> str:
-    earlier, later, allowed = (format_value(gauge.gauge, v) for v in (gauge.earlier, gauge.later, gauge.allowed))
-    return f"most in {gauge.process}: {earlier} -> {later}, {allowed} more allowed"
+def tables(result: SoakResult) -> Group:
+    """A line for each claim, what was done, and a line per gauge of each process that lived as long as the run."""
+    words = {True: "holds", False: "FAILS", None: "UNDECIDED"}
+    cut = ", interrupted" if result.interrupted else ""
+    return Group(
+        table(
+            f"soak of {format_duration(result.seconds)}{cut}: {'passed' if result.passed else 'FAILED'}",
+            ("claim", "verdict", "found"),
+            [(each.text, verdict(words[each.holds], good=bool(each.holds)), each.found) for each in result.claims],
+        ),
+        table("done", (), [(name, f"{count:,}") for name, count in {**result.faults, **result.done}.items()]),
+        table(
+            "medians after warm-up; detects: growth per hour",
+            ("process", "gauge", "earlier", "later", "allowed", "detects"),
+            [
+                (each.process, each.gauge, *(_value(each.gauge, value) for value in _figures(each)))
+                for each in result.gauges
+            ],
+        ),
+    )
 
 
-def series_of(
-    recorder: Recorder, survivors: Iterable[str], most: int = 60
-) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Samples of the processes that lived as long as the run, at most `most` evenly chosen ones per gauge."""
-    return {
-        life.name: {gauge: _thin(values, most) for gauge, values in life.samples.items()}
-        for life in _first_lives(recorder.lives, survivors)
-    }
-
-
-def _first_lives(lives: Mapping[str, list[Life]], survivors: Iterable[str]) -> list[Life]:
-    return [lives[name][0] for name in survivors if lives.get(name)]
-
-
-def _thin(values: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    step = -(-len(values) // most)
-    return [(round(at, 1), value) for at, value in values[::step]]
+def _figures(gauge: Gauge) -> tuple[float, ...]:
+    return gauge.earlier, gauge.later, gauge.allowed, gauge.least_per_hour

@@ -13,7 +13,7 @@ from typing import Final
 
 from tokenlake.errors import Unreachable
 from tokenlake_bench.soak.load import GROUPS
-from tokenlake_bench.transfer.worker import Worker
+from tokenlake_bench.worker import Worker
 
 SLICE_S: Final = 1.0
 """Seconds of work between two reports of an engine process; a killed process loses its counts since its last report."""

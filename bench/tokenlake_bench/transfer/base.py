@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 MATCH_KEYS: Final = 128
 WINDOWS: Final = 9
@@ -16,9 +16,6 @@ FAST: Final = 20
 HASH_MANY: Final = "hash_32k_tokens"
 HASH_NEW: Final = "hash_256_tokens"
 MATCH: Final = f"match_{MATCH_KEYS}"
-
-Nodes = Literal["plain", "encrypted", "nixl"]
-"""How the measured nodes are connected: over plain TCP, with certificates, or with NIXL."""
 
 COPY_CEILING: Final = "copy_1_thread"
 COPY_CEILING_2: Final = "copy_2_threads"

@@ -33,11 +33,9 @@ class Ceilings:
         self._threads = ThreadPoolExecutor(2)
 
     def rows(self) -> Sequence[str]:
-        """Names of the measured rates of this machine; see `System`."""
         return (COPY_CEILING, COPY_CEILING_2, WIRE_CEILING)
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """Copy or receive one window (set of segments). Returns its seconds, as the only item. See `System`."""
         window = turn % WINDOWS
         source, target = self._windows.source[window], self._windows.target[window]
         began = time.perf_counter()
@@ -52,7 +50,6 @@ class Ceilings:
         return [time.perf_counter() - began]
 
     def close(self) -> None:
-        """End the sending process and the copying threads; see `System`."""
         self._wire.close()
         self._threads.shutdown()
 

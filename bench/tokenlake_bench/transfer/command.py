@@ -1,4 +1,4 @@
-"""The command `bench transfer`: measures the systems alternately, then writes tables, JSON and a picture."""
+"""The command `bench transfer`: measures the systems alternately, then writes tables and JSON."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, Unreachable
-from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
-from tokenlake_bench.transfer.bare_nixl import BareNixl
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
-from tokenlake_bench.transfer.peers import PEERS, start_peer
-from tokenlake_bench.transfer.picture import plot_rows
+from tokenlake_bench.transfer.peers import PEERS, PeerProcess
 from tokenlake_bench.transfer.pool_rows import PoolRows
-from tokenlake_bench.transfer.results import PLAIN, Comparison, Row, compare, row_of
-from tokenlake_bench.transfer.show import comparison_table, row_table
+from tokenlake_bench.transfer.results import PLAIN, Comparison, Row, compare, comparison_table, row_of, row_table
 from tokenlake_bench.transfer.windows import Windows
-from tokenlake_server.nixl.agent import library
 
 WARM_TURNS = 1
 """Number of repetitions at the beginning that warm up and are not counted."""
@@ -39,16 +34,14 @@ Taken = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TransferArguments:
-    """Arguments of the command `bench transfer`. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command. Raises ConfigurationError for a value out of range."""
 
-    against: str
-    sizes: str
-    rounds: int
-    encrypt: str
-    nixl: str
-    peer_python: Path | None
-    json_file: Path | None
-    plot_file: Path | None
+    against: str = ""
+    sizes: str = "1MiB,32MiB"
+    rounds: int = 30
+    encrypt: bool = False
+    peer_python: Path | None = None
+    json_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name in self.peers():
@@ -59,50 +52,40 @@ class TransferArguments:
                 raise ConfigurationError("sizes", label, f"sizes among {', '.join(size.label for size in SIZES)}")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
-        if self.nixl == "on" and library() is None:
-            raise ConfigurationError("nixl", "on", "off, because NIXL is not installed (make install-nixl)")
-        check_plot(self.plot_file)
 
     def peers(self) -> list[str]:
         """Names of the peers (other stores) to measure."""
         return [name for name in self.against.split(",") if name]
 
-    def measured(self) -> list[Size]:
-        """The segment sizes to measure."""
-        return [size for size in SIZES if size.label in self.sizes.split(",")]
-
 
 @dataclass
 class TransferResult:
-    """The JSON of `bench transfer`."""
+    """The rows are the JSON of `bench transfer`. `failures`: reasons why peers could not be measured, by peer and
+    segment size."""
 
     rows: list[Row] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Reasons why peers could not be measured, by peer and segment size."""
 
 
 def run_transfer(arguments: TransferArguments) -> TransferResult:
-    """Run the benchmark, print its tables, and write the files that the command line names. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the file that the command line names. Raises TokenLakeError."""
     console = Console()
     result = TransferResult()
-    for size in arguments.measured():
-        _run_size(size, arguments, result, console)
+    for size in SIZES:
+        if size.label in arguments.sizes.split(","):
+            _run_size(size, arguments, result, console)
     console.print(row_table(result.rows))
     if result.comparisons:
         console.print(comparison_table(result.comparisons))
     for name, reason in result.failures.items():
         console.print(f"{name} did not run: {reason}", soft_wrap=True, style="bold red", markup=False)
-    if arguments.json_file is not None:
-        write_json(result.rows, arguments.json_file)
-    if arguments.plot_file is not None:
-        plot_rows(result.rows, arguments.plot_file)
+    write_json(result.rows, arguments.json_file)
     return result
 
 
 def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, console: Console) -> None:
     """Measure the pool alternately with each peer, or alone if no peer runs."""
-    modes = [mode for name in arguments.peers() for mode in PEERS[name]]
     ours: dict[str, list[float]] = defaultdict(list)
     theirs: list[Row] = []
     ceilings: dict[str, list[float]] = defaultdict(list)
@@ -116,15 +99,14 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
                 taken = take_turns(
                     size.rows(), machine, (pool, *others), arguments.rounds, lambda turn: progress.update(turn, "")
                 )
-            for row, seconds in taken[machine.name].items():
-                ceilings[row] += seconds
-            for row, seconds in taken[pool.name].items():
-                ours[row] += seconds
+            for sums, system in ((ceilings, machine), (ours, pool)):
+                for row, seconds in taken[system.name].items():
+                    sums[row] += seconds
             return taken
 
-        for mode in modes:
+        for mode in [mode for name in arguments.peers() for mode in PEERS[name]]:
             try:
-                with closing(start_peer(mode, size, arguments.peer_python)) as peer:
+                with closing(PeerProcess(mode, size, arguments.peer_python)) as peer:
                     taken = run(f"with {mode}", peer)
             except Unreachable as error:
                 result.failures[f"{mode}, {size.label}"] = str(error)
@@ -133,22 +115,12 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
                 result.comparisons += compare(kind, taken[pool.name], mode, taken[mode])
                 if kind.name in taken[mode]:
                     theirs.append(row_of(kind, taken[mode][kind.name], taken[machine.name], mode))
-        if arguments.encrypt == "on":
-            encrypted = stack.enter_context(closing(PoolRows(size, windows, "encrypted")))
+        if arguments.encrypt:
+            encrypted = stack.enter_context(closing(PoolRows(size, windows, encrypted=True)))
             taken = run("with certificates", encrypted)
             for kind in size.rows_between_nodes():
                 result.comparisons += compare(kind, taken[encrypted.name], PLAIN, taken[pool.name])
                 theirs.append(row_of(kind, taken[encrypted.name][kind.name], taken[machine.name], encrypted.name))
-        if arguments.nixl == "on":
-            bare = stack.enter_context(closing(BareNixl(size, windows)))
-            read = stack.enter_context(closing(PoolRows(size, windows, "nixl")))
-            taken = run("with NIXL", bare, read)
-            for kind in size.rows_between_nodes():
-                result.comparisons += compare(kind, taken[read.name], PLAIN, taken[pool.name])
-                result.comparisons += compare(kind, taken[read.name], bare.name, taken[bare.name])
-                for system in (read, bare):
-                    if kind.name in taken[system.name]:
-                        theirs.append(row_of(kind, taken[system.name][kind.name], taken[machine.name], system.name))
         if not ours:
             run("the pool alone")
     result.rows += [row_of(kind, ours[kind.name], ceilings) for kind in size.rows()]

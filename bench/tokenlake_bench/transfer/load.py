@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from tokenlake.errors import TokenLakeError
+from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.transfer.base import SIZES, WINDOWS
-from tokenlake_bench.transfer.daemons import layout_of
+from tokenlake_bench.transfer.base import SIZES, WINDOWS, Size
 from tokenlake_bench.transfer.windows import keys_of
-from tokenlake_bench.transfer.worker import Worker, serve
+from tokenlake_bench.worker import Worker, serve
 from tokenlake_client import Pool
 
 STORED_AT_A_TIME = 16
@@ -30,13 +30,28 @@ PATIENCE_S = 1.0
 CALL_S = 2.0
 
 
+def layout_of(size: Size) -> Layout:
+    """A layout whose segments have the given size in bytes: 256 tokens, 32 layers, 8 KV heads."""
+    dimension = size.segment_bytes // (32 * 8 * 256 * 2 * 2)
+    return Layout(
+        model_id=f"bench-{size.label}",
+        weights_digest="00",
+        dtype="bfloat16",
+        layers=32,
+        kv_heads=8,
+        key_dim=dimension,
+        value_dim=dimension,
+        position="none",
+    )
+
+
 class Load:
     """A load on one daemon during a measurement, as a context manager: a separate process fetches and stores segments
     while the context is open."""
 
     def __init__(self, socket: Path, label: str) -> None:
         """Starts the process of the load. `socket`: path of the local socket of the daemon that is loaded; `label`: the
-        segment size, as in `SIZES`. The process fetches the segments stored at the node `writer`, which the
+        segment size, as in `SIZES`. The process fetches the segments stored at the other node, which the
         measurements also fetch."""
         self._worker = Worker("tokenlake_bench.transfer.load", str(socket), label)
         self._worker.call("ready")

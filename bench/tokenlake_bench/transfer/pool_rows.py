@@ -11,16 +11,30 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.config import ServerConfig
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Nodes, Size
-from tokenlake_bench.transfer.daemons import ALONE_WINDOWS, Daemons
-from tokenlake_bench.transfer.load import Load
+from tokenlake_bench.daemons import PATIENT, Authority
+from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Size
+from tokenlake_bench.transfer.load import Load, layout_of
 from tokenlake_bench.transfer.windows import Windows, keys_of
 from tokenlake_client import Lease, Pool
+from tokenlake_testing.cluster import Cluster
 
 T = TypeVar("T")
+
+HEADER = 1 << 20
+"""Bytes of a region of the arena that are not taken by one window (set) of segments."""
+STORED_WINDOWS = 2 * WINDOWS + 2
+"""Size of the memory of a node that is written to, in windows (equal sets of segments, of which each measured call
+moves one): `WINDOWS` that are read, as many for the measured stores, and 2 spare ones."""
+READER_WINDOWS = 5
+"""Size of the memory of the node that reads, in windows: so few that a fetched window is evicted before it is read
+again."""
+READER_CACHED = "0.45"
+"""With the default share the reader would keep no cached copies once primary copies fill its memory, and every
+repetition reads cached copies."""
 
 PROMPT_TOKENS = 32_768
 VOCABULARY = 128_256
@@ -37,12 +51,11 @@ deadline."""
 class PoolRows:
     """The pool as a `System`: real daemons, with this process as their client."""
 
-    def __init__(self, size: Size, windows: Windows, nodes: Nodes = "plain") -> None:
-        """Starts the daemons and stores the segments that the measured calls read. `nodes`: how they are connected;
-        of other connections than `plain`, only calls that need two nodes are measured."""
-        self.name: str = "tokenlake" if nodes == "plain" else nodes
-        self._nodes: Nodes = nodes
-        self._two_only = nodes != "plain"
+    def __init__(self, size: Size, windows: Windows, *, encrypted: bool = False) -> None:
+        """Starts the daemons and stores the segments that the measured calls read. `encrypted`: the nodes have
+        certificates, and only calls that need two nodes are measured."""
+        self.name: str = "encrypted" if encrypted else "tokenlake"
+        self._two_only = encrypted
         self._size = size
         self._windows = windows
         self._stored = 0
@@ -57,28 +70,38 @@ class PoolRows:
             raise
         self._rows = self._row_methods()
 
+    def _cluster(self, nodes: int) -> Cluster:
+        region = self._size.window_bytes + HEADER
+        cluster = Cluster(nodes, str(STORED_WINDOWS * region), str(region), **PATIENT)
+        if nodes > 1:
+            cluster.nodes[0].settings |= {"memory": str(READER_WINDOWS * region), "cached-share": READER_CACHED}
+        if self._two_only:
+            authority = Authority(cluster.directory / "ca", ServerConfig().cluster)
+            for node in cluster.nodes:
+                authority.certify(node)
+        return self._open.enter_context(cluster)
+
     def _start(self) -> None:
-        daemons = Daemons(self._size, self._nodes)
-        self._open.callback(daemons.close)
-        writer = self._open.enter_context(daemons.start("writer"))
+        layout = layout_of(self._size)
+        pair = self._cluster(2)
+        self._reader, writer = (self._open.enter_context(pair.connect(number, layout)) for number in range(2))
         # No node runs alone where only calls that need two nodes are measured.
-        self._alone = writer if self._two_only else self._open.enter_context(daemons.start("alone"))
+        self._alone = writer if self._two_only else self._open.enter_context(self._cluster(1).connect(0, layout))
         # Every slot that the measured stores will take is written once, so that no page is touched for the first time
         # while the clock runs.
-        for number in range(0 if self._two_only else ALONE_WINDOWS - WINDOWS):
+        for number in range(0 if self._two_only else STORED_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
             if not self._two_only:
                 self._prepare(self._alone, keys, number)
-            # The node that stores segments owns them: `writer` owns these, and `reader` has to fetch them.
+            # The node that stores segments owns them: the writer owns these, and the reader has to fetch them.
             self._prepare(writer, keys, number)
-        self._reader = self._open.enter_context(daemons.start("reader", peers=1))
         if self._size.key_rows() and not self._two_only:
-            # The node `reader` stores these segments itself, so it owns them and its matches find them locally.
+            # The reader stores these segments itself, so it owns them and its matches find them locally.
             self._prepare(self._reader, self._near, 0)
             # The segments stay leased during the measurement, so that the segments of the load do not displace them.
             self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))
-            self._load = Load(daemons.nodes["reader"].socket, self._size.label)
+            self._load = Load(pair.nodes[0].socket, self._size.label)
             self._open.callback(self._load.close)
         # Every window (set of segments) is fetched once, so that the reader's memory is mapped before the clock runs.
         for keys in self._sets:
@@ -113,7 +136,6 @@ class PoolRows:
         return rows
 
     def rows(self) -> Sequence[str]:
-        """Names of the kinds of calls that are measured with this segment size; see `System`."""
         return list(self._rows)
 
     def sample(self, row: str, turn: int) -> list[float]:
@@ -122,7 +144,6 @@ class PoolRows:
         return self._rows[row](turn)
 
     def close(self) -> None:
-        """Close all clients and end all daemons and the load; see `System`."""
         self._open.close()
 
     # -- rows

@@ -1,4 +1,5 @@
-"""From measured seconds to the rows of the result: quantiles, rates, bounds, and ratios to other stores."""
+"""From measured seconds to the rows of the result: quantiles, rates, bounds, and ratios to other stores; and their
+tables."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
+from tokenlake_bench.report import format_duration, table, verdict
 from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
 
 PLAIN = "tokenlake"
@@ -127,3 +131,44 @@ def _comparison(
 def _window_bytes() -> int:
     (nbytes,) = {size.window_bytes for size in SIZES}
     return nbytes
+
+
+def row_table(rows: Sequence[Row]) -> Table:
+    """A table with one line per kind of call of each system."""
+    return table(
+        "per call; ratio: to the machine's own rate in the same turns",
+        ("", "p50", "p99", "GB/s", "ratio", "at most"),
+        [
+            (
+                row.name,
+                format_duration(row.p50_us / 1e6),
+                format_duration(row.p99_us / 1e6),
+                *("" if value is None else f"{value:.2f}" for value in (row.gbps, row.ratio)),
+                _bound(row),
+            )
+            for row in rows
+        ],
+    )
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """A table of the pool's measurements beside those of its peers."""
+    rows = []
+    for each in comparisons:
+        target, ratio = Text(), f"{each.ratio:.2f}"
+        if each.target is not None:
+            least, most = each.target.least, each.target.most
+            target = _judged(f">= {least}" if least is not None else f"<= {most}", good=bool(each.met))
+        rows.append((each.row, each.peer, *((ratio, "") if each.rate else ("", ratio)), target))
+    return table("the pool / the peer, medians of the same turns", ("", "peer", "rate", "time", "target"), rows)
+
+
+def _bound(row: Row) -> Text:
+    p50, p99 = bounds().get(row.name, (math.inf, math.inf))
+    limits = {"": p50, "p99 ": p99}
+    words = [f"{name}{format_duration(most / 1e6)}" for name, most in limits.items() if most < math.inf]
+    return _judged(" ".join(words), good=row.p50_us <= p50 and row.p99_us <= p99)
+
+
+def _judged(text: str, *, good: bool) -> Text:
+    return verdict(text if good or not text else f"{text} missed", good=good)

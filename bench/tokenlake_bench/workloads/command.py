@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenlake.errors import TokenLakeError
-from tokenlake_bench.report import format_duration, format_share
+from tokenlake_bench.report import format_duration, format_share, table
 from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.workloads.arrivals import read_azure
 from tokenlake_bench.workloads.registry import GENERATORS, Generator, generate
@@ -39,19 +39,17 @@ def run_workload(name: str, out: Path, arrivals: Path | None, values: dict[str, 
 
 
 def _table(name: str, out: Path, found: TraceStatistics) -> Table:
-    table = Table(title=f"{name}: {out.name}", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
     lengths = (found.input_mean, found.input_p50, found.input_p99)
-    table.add_row("requests", f"{found.requests:,} in {format_duration(found.duration_s)}")
-    table.add_row("input, mean / p50 / p99", " / ".join(f"{length:,.0f}" for length in lengths))
-    table.add_row("output, mean", f"{found.output_mean:,.0f}")
-    table.add_row("tokens found, infinite cache", format_share(found.ideal_token_hit))
-    table.add_row("blocks, used once", f"{found.blocks:,}, {format_share(found.used_once)}")
-    shares = (found.top_permille, found.top_percent)
-    table.add_row("accesses to the top 0.1 / 1 %", " / ".join(format_share(share) for share in shares))
-    table.add_row("requests with the hottest block", format_share(found.hottest))
-    return table
+    rows = [
+        ("requests", f"{found.requests:,} in {format_duration(found.duration_s)}"),
+        ("input, mean / p50 / p99", " / ".join(f"{length:,.0f}" for length in lengths)),
+        ("output, mean", f"{found.output_mean:,.0f}"),
+        ("tokens found, infinite cache", format_share(found.ideal_token_hit)),
+        ("blocks, used once", f"{found.blocks:,}, {format_share(found.used_once)}"),
+        ("accesses to the top 0.1 / 1 %", " / ".join(map(format_share, (found.top_permille, found.top_percent)))),
+        ("requests with the hottest block", format_share(found.hottest)),
+    ]
+    return table(f"{name}: {out.name}", (), rows)
 
 
 def _command(generator: Generator) -> click.Command:

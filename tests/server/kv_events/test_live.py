@@ -213,17 +213,6 @@ def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:
         assert page[f"tokenlake_kv_event_without_tokens{labels}"] > 0
 
 
-def test_the_event_log_of_the_rules_has_no_tokens(tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    with publishing(text=f'record = "{record}"\n') as (cluster, _), cluster.connect(0, LAYOUT) as pool:
-        tokens = [0x61626364] * LAYOUT.segment_tokens
-        assert store(pool, tokens) == 1
-        (key,) = pool.prefix(tokens).keys
-    written = record.read_bytes()
-    assert bytes(key) in written
-    assert b"dcba" not in written
-
-
 def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None:
     """Connections that read nothing, malformed requests and frames: memory is bounded, others are served."""
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:

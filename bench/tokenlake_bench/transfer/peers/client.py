@@ -17,11 +17,8 @@ from numpy.typing import NDArray
 
 from tokenlake_bench.transfer.base import FAST, MATCH, SIZES, WINDOWS, Size
 from tokenlake_bench.transfer.windows import fill_windows, segment_names
-from tokenlake_bench.transfer.worker import serve
+from tokenlake_bench.worker import serve
 from tokenlake_testing.children import start_child
-from tokenlake_testing.ports import free_port
-
-__all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 
 KEPT_STORES = WINDOWS
 """Number of further stores after which stored segments are removed, so that the stores use as much memory in rotation

@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from tokenlake_bench.transfer.base import WINDOWS, Size
-from tokenlake_bench.transfer.peers.client import free_port, run_peer, server, wait_for_port
+from tokenlake_bench.transfer.peers.client import run_peer, server, wait_for_port
+from tokenlake_testing.ports import free_port
 
 REQUEST: Final = struct.Struct("9i150s")
 REPLY: Final = struct.Struct("9i")
@@ -45,12 +46,10 @@ class LMCacheStore:
         self.target = np.ones(shape, np.uint8)
 
     def exist(self, names: Sequence[str]) -> int:
-        """Returns the number of these names that the server has; see `Store`."""
         self._sock.sendall(b"".join(_request(EXIST, name) for name in names))
         return sum(self._reply()[0] == SUCCESS for _ in names)
 
     def put(self, names: Sequence[str], window: int) -> None:
-        """Store the segments `source[window]` under these names; see `Store`."""
         for name, segment in zip(names, self.source[window], strict=False):
             self._sock.sendall(_request(PUT, name, len(segment)))
             self._sock.sendall(segment.data)
@@ -58,7 +57,6 @@ class LMCacheStore:
             raise RuntimeError("the last put was not stored")
 
     def get(self, names: Sequence[str], window: int, start: int = 0) -> None:
-        """Read the segments of these names into a window of `target`; see `Store`."""
         for index, name in enumerate(names, start):
             self._sock.sendall(_request(GET, name))
             if self._reply()[:2] != (SUCCESS, self.target.shape[-1]):

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from tokenlake_bench.transfer.base import WINDOWS, Size
-from tokenlake_bench.transfer.peers.client import FILLERS, free_port, run_peer, server, wait_for_port
+from tokenlake_bench.transfer.peers.client import FILLERS, run_peer, server, wait_for_port
+from tokenlake_testing.ports import free_port
 
 SEGMENT_WINDOWS = WINDOWS + FILLERS + 2
 
@@ -55,25 +56,21 @@ class MooncakeStore:
         self.source, self.target = memory.reshape(shape)
 
     def exist(self, names: Sequence[str]) -> int:
-        """Returns the number of these names that the server has; see `Store`."""
         return int(self._store.batch_is_exist(names).count(1))
 
     def put(self, names: Sequence[str], window: int) -> None:
-        """Store segments of one window of `source` under these names; see `Store`."""
         address, size = self.source[window].ctypes.data, self._size.segment_bytes
         places = [address + index * size for index in range(len(names))]
         if any(self._store.batch_put_from(names, places, [size] * len(names))):
             raise RuntimeError("batch_put_from refused segments")
 
     def get(self, names: Sequence[str], window: int, start: int = 0) -> None:
-        """Read the segments of these names into a window of `target`; see `Store`."""
         address, size = self.target[window, start].ctypes.data, self._size.segment_bytes
         places = [address + index * size for index in range(len(names))]
         if set(self._store.batch_get_into(names, places, [size] * len(names))) != {size}:
             raise RuntimeError("batch_get_into did not find all segments")
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove the segments of these names; see `Store`."""
         self._store.batch_remove(names, True)
 
 

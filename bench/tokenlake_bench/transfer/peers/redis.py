@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from tokenlake_bench.transfer.base import WINDOWS, Size
-from tokenlake_bench.transfer.peers.client import free_port, run_peer, server, wait_for_port
+from tokenlake_bench.transfer.peers.client import run_peer, server, wait_for_port
+from tokenlake_testing.ports import free_port
 
 
 class RedisStore:
@@ -38,11 +39,9 @@ class RedisStore:
         self.target = np.ones(shape, np.uint8)
 
     def exist(self, names: Sequence[str]) -> int:
-        """Returns the number of these names that the server has; see `Store`."""
         return int(self._client.exists(*names))
 
     def put(self, names: Sequence[str], window: int) -> None:
-        """Store segments of one window of `source` under these names; see `Store`."""
         segments = self.source[window, : len(names)]
         pipeline = self._client.pipeline(transaction=False)
         for name, segment in zip(names, segments, strict=True):
@@ -50,7 +49,6 @@ class RedisStore:
         pipeline.execute()
 
     def get(self, names: Sequence[str], window: int, start: int = 0) -> None:
-        """Read the segments of these names into a window of `target`; see `Store`."""
         for index, name in enumerate(names, start):
             value = self._client.get(name)
             if value is None:
@@ -58,7 +56,6 @@ class RedisStore:
             self.target[window, index] = np.frombuffer(value, np.uint8)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove the segments of these names; see `Store`."""
         self._client.delete(*names)
 
 

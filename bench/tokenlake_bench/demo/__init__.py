@@ -1,0 +1,1 @@
+"""`tokenlake demo`: three daemons and two engines that share one cache."""
