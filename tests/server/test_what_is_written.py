@@ -79,7 +79,7 @@ def test_files_of_a_daemon_are_for_its_user_only(tmp_path: Path) -> None:
             cluster.wait_ready()
             assert _mode(path) == 0o600
         assert node.stop() == 0
-    assert _mode(tmp_path / f"learned-{node.name}") == 0o600
+    assert _mode(tmp_path / f"orders-{node.name}") == 0o600
 
 
 def _mode(path: Path) -> int:

@@ -371,10 +371,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         str,
         Setting(
             kinds.path("an absolute path, or nothing", absolute=True, optional=True),
-            "existing directory for the file `learned-NODE`, which keeps the statistics of the eviction policy over a "
-            "restart; empty: none are kept",
-            why="no directory is known to be writable, permanent and this node's own, and statistics are learned again "
-            "within minutes",
+            "existing directory for the file `orders-NODE`, which keeps evictions and retired weights over a restart "
+            "([where else](operations.md#evictions-and-retired-weights))",
+            why="no directory is known to be writable, permanent and this node's own",
         ),
     ] = ""
     log_level: Annotated[

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,13 @@ from tokenlake.config import Address, ServerConfig, parse_address
 from tokenlake.core.events import Event
 from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.metrics import Level, Metric
-from tokenlake_proto.standard import health_pb2
-from tokenlake_proto.v1 import admin_pb2, events_pb2, role_pb2, scheduling_pb2
+from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
 from tokenlake_server.control.limits import ADMIN_CALLS, MAX_CALLS, MAX_MESSAGE, Calls
 from tokenlake_server.control.operations import Admin
-from tokenlake_server.control.service import (
-    STALL_S,
-    Context,
-    Serving,
-    Stream,
-    Unary,
-    abort_with,
-    handlers_of,
-    read,
-    require_role,
-)
-from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
+from tokenlake_server.control.service import Serving, Stream, Unary, handlers_of
 from tokenlake_server.control.work import Work
 from tokenlake_server.disk.tier import DiskTier
 from tokenlake_server.engines.listener import EngineListener
@@ -146,16 +134,6 @@ class ControlServer:
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for file, functions in services.items():
             self._handlers |= handlers_of(file, functions, serving)
-        names = [f"{file.package}.{name}" for file in services for name in file.services_by_name]
-        health = Health(self._bridge, lambda: membership.state.known, names)
-        reader = role_pb2.ROLE_READER
-        self._handlers |= handlers_of(health_pb2.DESCRIPTOR, health.functions, serving, role=reader, package=HEALTH)
-        self._serving = serving
-        self._reflection = Reflection(list(services))
-        self._reflecting = 0
-        for package in REFLECTION:
-            path = f"/{package}.ServerReflection/ServerReflectionInfo"
-            self._handlers[path] = grpc.stream_stream_rpc_method_handler(self._reflect)
         self.socket = Path(config.control_socket) if config.control_socket else None
         self.address: Address | None = None
         """The address at which the server listens with TLS; None without the setting `control`."""
@@ -200,25 +178,6 @@ class ControlServer:
             self.address = Address(address.host, port)
         await server.start()
         self._server = server
-
-    async def _reflect(self, questions: AsyncIterator[bytes], context: Context) -> None:
-        name = "ServerReflectionInfo"
-        try:
-            caller = require_role(self._serving.callers, context, role_pb2.ROLE_READER, name)
-            if self._reflecting >= MAX_WATCHES:
-                raise LimitReached(f"{MAX_WATCHES} reflection streams are under way")
-            self._reflecting += 1
-            try:
-                with self._calls.call(caller) as call:
-                    while (body := await read(call, context)) is not None:
-                        answer = self._reflection.answer(read_question(body)).SerializeToString()
-                        call.end()
-                        async with asyncio.timeout(STALL_S):
-                            await context.write(answer)
-            finally:
-                self._reflecting -= 1
-        except Exception as error:
-            await abort_with(context, error, name)
 
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""

@@ -67,15 +67,12 @@ from tokenlake_server.peers.measurement import PeerMeasurement
 from tokenlake_server.peers.states import PeerState
 from tokenlake_server.start.standing_orders import StandingOrders
 from tokenlake_server.start.start_errors import ModuleMissing
-from tokenlake_server.start.state_file import StateFile
 
 if TYPE_CHECKING:
     from tokenlake_server.control.server import ControlServer
 
 log = logging.getLogger(__name__)
 
-SAVE_S = 60.0
-"""Seconds between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
 """Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
 RETRY_S = 0.5
@@ -265,11 +262,6 @@ class Daemon:
         except BaseException:
             self.engines.close()
             raise
-        self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
-        self._saving = loop.create_task(self._save_state()) if self._state is not None else None
-        learned = self._state.load() if self._state is not None else None
-        if learned is not None:
-            self.driver.handle(events.StatisticsLoaded(learned))
         self._encrypted = certificates is not None or config.unencrypted_beyond_loopback
         own = parse_address(config.listen)
         advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
@@ -485,15 +477,6 @@ class Daemon:
                     await asyncio.wait_for(self._closing.wait(), RETRY_S)
         return False
 
-    async def _save_state(self) -> None:
-        """Save the eviction statistics every `SAVE_S` and when the daemon ends."""
-        assert self._state is not None
-        closing = False
-        while not closing:
-            with contextlib.suppress(TimeoutError):
-                closing = await asyncio.wait_for(self._closing.wait(), SAVE_S)
-            await asyncio.to_thread(self._state.save, self.driver.core.learned())
-
     async def close(self) -> None:
         """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
         engine. A part that cannot be closed is logged, and the others are closed all the same."""
@@ -524,9 +507,6 @@ class Daemon:
         self._arena.stop()
         await asyncio.gather(*self._making, *self._freeing, return_exceptions=True)
         self._makers.shutdown()
-        if self._saving is not None:
-            saving = self._saving
-            await _end("the eviction statistics were not saved", lambda: saving)
         await _end("the event log was not ended", self.driver.stop)
         await _end("the memory was not given back", self._free_memory)
 

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,6 @@ from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.start import allocator
 from tokenlake_server.start.available_memory import require_memory
 from tokenlake_server.start.daemon import Daemon
-from tokenlake_server.start.state_file import require_directory
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,18 @@ IGNORED = (
     signal.SIGPWR,
 )
 """Signals that mean nothing to a daemon, and that end a process that does not handle them."""
+
+
+def _require_directory(setting: str, path: str) -> None:
+    """Raise `ConfigurationError` unless `path` is a directory in which this process may create files."""
+    if not os.path.isdir(path):
+        raise ConfigurationError(setting, path, "a directory that exists; create it, or leave the setting out")
+    try:
+        # `os.access` would let root pass for a directory such as /proc.
+        with tempfile.NamedTemporaryFile(dir=path):
+            pass
+    except OSError:
+        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to") from None
 
 
 def _ignore(number: signal.Signals) -> None:
@@ -140,7 +152,7 @@ async def run(
     Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
-        require_directory("state_directory", config.state_directory)
+        _require_directory("state_directory", config.state_directory)
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
     prepare(Path(config.socket), ENGINES)
     config = _out_of_a_shared_directory(config, origin)
