@@ -91,7 +91,6 @@ def run_control_plane(
             body = bytes(control.status().ByteSize())
             kinds: dict[str, Callable[[], object]] = {
                 "echo": lambda: echo(body, timeout=5),
-                "health": control.health,
                 "status": control.status,
                 "cluster": control.cluster,
                 "prefix tree of 16 segments": lambda: control.prefix_tree(short),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tokenlake.config import ServerConfig
-from tokenlake.config.kinds import LEAST_DISK_BYTES
+from tokenlake.config.values import LEAST_DISK_BYTES
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import Code
 from tokenlake_bench.balance import SendLog, load, max_over_mean_from

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from tokenlake.config import Address, kinds
+from tokenlake.config import Address, is_loopback
 from tokenlake.core import events
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.errors import (
@@ -678,7 +678,7 @@ def _listen(address: Address, setting: str) -> socket.socket:
     except OSError as error:
         sock.close()
         raise address_error(setting, address, error) from error
-    if not kinds.is_loopback(address.host) and kinds.is_loopback(str(resolved[0])):
+    if not is_loopback(address.host) and is_loopback(str(resolved[0])):
         log.warning(
             "'%s' is %s, which this machine resolves to %s, an address of its own that no other machine reaches: take "
             "the name out of the line with %s in /etc/hosts, or give the address",

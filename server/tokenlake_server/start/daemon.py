@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
+from tokenlake.config import Address, RuleSettings, ServerConfig, is_loopback, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
 from tokenlake.core.events import Event
@@ -319,7 +319,7 @@ class Daemon:
 
     def _reachable(self, name: str, address: Address | None) -> Address | None:
         """The address of a member; None where this node must not connect to it."""
-        if address is None or self._encrypted or kinds.is_loopback(address.host):
+        if address is None or self._encrypted or is_loopback(address.host):
             return address
         log.error(
             "member '%s' listens at %s: connections beyond loopback need the setting 'certificate'", name, address
@@ -608,7 +608,7 @@ def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractE
 
 def _aliases(config: ServerConfig) -> dict[str, str]:
     """The names that the metrics page shows in place of tenants' names; none where it may show these."""
-    if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
+    if config.metrics_tenants or is_loopback(parse_address(config.metrics).host):
         return {}
     return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
 

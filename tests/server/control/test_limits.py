@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from tokenlake.config import ServerConfig, Tenant
+from tokenlake.config import Secret, ServerConfig, Tenant
 from tokenlake.errors import LimitReached
 from tokenlake_proto.v1 import role_pb2
 from tokenlake_server.control import limits
@@ -18,7 +18,9 @@ from tokenlake_server.control.limits import ADMINS, Calls, Room
 from tokenlake_server.engines.tenants import Tenants
 
 TENANTS = Tenants(
-    ServerConfig(tenants=tuple(Tenant(name=name, secret=name.encode() * 8, tokens=(name,)) for name in ("red", "blue")))
+    ServerConfig(
+        tenants=tuple(Tenant(name=name, secret=Secret(name.encode() * 8), tokens=(name,)) for name in ("red", "blue"))
+    )
 )
 
 
