@@ -35,7 +35,8 @@ from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef
 from tokenlake_bench.disk_matches import MatchesResult, measure_matches
 from tokenlake_bench.report import write_json
-from tokenlake_server.disk.device import THREADS, Device, Surroundings
+from tokenlake_server.disk.check import THREADS
+from tokenlake_server.disk.device import Device, Surroundings
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.table import RECORD, STORED, scan, seal, table_bytes, write_records
@@ -277,11 +278,11 @@ class Rig:
         where = pack_places([Place(place, self.generations[place]) for place in places])
         if operation == "write":
             checksums, notes = self.checksum * count, bytes(NOTE_BYTES * count)
-            self.device.write(
+            self.device.carry_out(
                 DiskWrite(self._number, 0, TENANT, self.slot_bytes, SHARDS, keys, packed, where, checksums, notes)
             )
         else:
-            self.device.read(DiskRead(self._number, 0, TENANT, self.slot_bytes, SHARDS, keys, packed, where))
+            self.device.carry_out(DiskRead(self._number, 0, TENANT, self.slot_bytes, SHARDS, keys, packed, where))
         return self._number, _Batch(count, first_slot)
 
     def _end(self, number: int, batch: _Batch) -> None:

@@ -24,8 +24,8 @@ from tokenlake_bench.restart.load import CONVERSATIONS, LAYOUT, Load
 from tokenlake_bench.restart.picture import draw
 from tokenlake_bench.restart.results import Restart, RestartResult, hit_rate, ideal_rate, table
 from tokenlake_client import Deadlines, Pool
+from tokenlake_server.disk.directory import survey
 from tokenlake_server.disk.files import DirectoryFiles
-from tokenlake_server.disk.store import survey
 from tokenlake_testing.cluster import Cluster, Node
 
 MEMORY, REGION = "4MiB", "1MiB"

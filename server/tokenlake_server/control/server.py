@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,14 @@ from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
 from tokenlake_server.control.limits import ADMIN_CALLS, MAX_CALLS, MAX_MESSAGE, Calls
+from tokenlake_server.control.node_parts import NodeParts
 from tokenlake_server.control.operations import Admin
 from tokenlake_server.control.service import Serving, Stream, Unary, handlers_of
 from tokenlake_server.control.work import Work
-from tokenlake_server.disk.tier import DiskTier
-from tokenlake_server.engines.listener import EngineListener
 from tokenlake_server.engines.local_socket import prepare
-from tokenlake_server.engines.tenants import Tenants
 from tokenlake_server.loop.admin_thread import AdminThread
-from tokenlake_server.loop.driver import Driver
-from tokenlake_server.membership import Membership
-from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peers.certificates import CertificateFiles
-from tokenlake_server.peers.measurement import PeerMeasurement
-from tokenlake_server.scheduling.fleets import Fleets
 from tokenlake_server.scheduling.service import Scheduling
-from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +45,6 @@ CALL_BYTES = Metric(
 REFUSED_CALLS = Metric(
     "tokenlake_control_refused_calls",
     "Calls of the control plane that were refused since the start, because too many were under way",
-    kind="gauge",
-)
-FLEET_BYTES = Metric(
-    "tokenlake_fleet_bytes",
-    "Bytes that are charged for the fleets of schedulers: instances, requests under way",
-    "tenant",
     kind="gauge",
 )
 MAX_RPCS = MAX_CALLS + ADMIN_CALLS + 64
@@ -95,37 +81,20 @@ _OPTIONS = [
 class ControlServer:
     """Serves the control plane until `close`. Made and closed on the control loop, after the parts that it reads."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        origin: Mapping[str, str],
-        thread: AdminThread,
-        loop: asyncio.AbstractEventLoop,
-        driver: Driver,
-        engines: EngineListener,
-        membership: Membership,
-        tenants: Tenants,
-        snapshot: Callable[[], Snapshot],
-        controls: Callable[[], Mapping[str, str]],
-        measurement: PeerMeasurement,
-        orders: StandingOrders,
-        disk: DiskTier,
-    ) -> None:
-        """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
-        are called on the control loop. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
+    def __init__(self, node: NodeParts, thread: AdminThread, loop: asyncio.AbstractEventLoop) -> None:
+        """`thread`: the caller closes it. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
+        config, driver = node.config, node.driver
         self._thread = thread
         self._bridge = Bridge(driver, loop)
-        engines.on_other_answer = self._bridge.answered
+        node.engines.on_other_answer = self._bridge.answered
         self._calls = Calls()
         try:
             self._work = Work()
         except RuntimeError as error:
             raise LimitReached(f"the thread of the control plane cannot be started: {error}") from error
-        serving = Serving(Callers(config.cluster, tenants), self._calls, self._work)
-        self._admin = Admin(
-            self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement, orders, disk
-        )
-        self._scheduling = Scheduling(self._bridge, driver, engines, self._work, Fleets(tenants.count))
+        serving = Serving(Callers(config.cluster, node.tenants), self._calls, self._work)
+        self._admin = Admin(self._bridge, node)
+        self._scheduling = Scheduling(self._bridge, driver, node.engines, self._work, node.tenants.count)
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: self._scheduling.functions,
             admin_pb2.DESCRIPTOR: self._admin.functions,
@@ -181,12 +150,11 @@ class ControlServer:
 
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""
-        kept = self._scheduling.kept_bytes
         return [
             Level(CALLS, (), self._calls.under_way),
             Level(CALL_BYTES, (), self._calls.kept_bytes),
             Level(REFUSED_CALLS, (), self._calls.refused),
-            *(Level(FLEET_BYTES, (tenant,), nbytes) for tenant, nbytes in kept.items()),
+            *self._scheduling.gauges(),
         ]
 
     # -- the end

@@ -176,8 +176,8 @@ async def run(
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
         serving(daemon)
-        await _first(stop, daemon.left, daemon.prepared)
-        if daemon.prepared.is_set():
+        await _first(stop, daemon.left, daemon.regions.prepared)
+        if daemon.regions.prepared.is_set():
             ready(daemon)
         await _first(stop, daemon.left)
         log.info("stopping")
