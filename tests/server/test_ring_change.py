@@ -68,14 +68,3 @@ async def test_members_that_come_and_leave() -> None:
     assert not a.connected
     for each in (a, b):
         await each.close()
-
-
-async def test_nodes_of_two_clusters_are_not_connected(caplog: Any) -> None:
-    (a, of_a), (b, of_b) = side("a", "one"), side("b", "other")
-    b.set_peers({"a": a.address})
-    a.set_peers({"b": b.address})
-    await until(lambda: "'b' belongs to the cluster 'other', and 'a' to 'one'" in caplog.text)
-    assert not of_a.events
-    assert not of_b.events
-    for each in (a, b):
-        await each.close()

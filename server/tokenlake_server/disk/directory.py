@@ -28,8 +28,6 @@ IDENTITY = "tokenlake-disk.json"
 FRESH_IDENTITY = "tokenlake-disk.new"
 _SLAB = re.compile(r"slab-([0-9]{5})")
 _TABLE = re.compile(r"table-([0-9]{5})")
-_EARLIER = re.compile(r"(log|snapshot)-([0-9]{8})|snapshot\.new")
-"""Files of the index of format 1."""
 _ASIDE = re.compile(r"aside-([0-9]+)-(.+)")
 
 
@@ -90,7 +88,7 @@ def content(files: Files, name: str) -> bytes:
 def own_names(files: Files) -> list[str]:
     """The names of the files of the tier that are in use, the identity last: a crash while they are renamed or removed
     one after the other leaves a directory that is treated in the same way again. Without the orders."""
-    patterns = (_SLAB, _TABLE, _EARLIER)
+    patterns = (_SLAB, _TABLE)
     names = files.names()
     own = [name for name in names if name == FRESH_IDENTITY or any(each.fullmatch(name) for each in patterns)]
     return sorted(own) + [name for name in names if name == IDENTITY]

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from tokenlake.config import Address, RuleSettings, ServerConfig, is_loopback, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
+from tokenlake.core.context import DRAIN_S, GOSSIP_S
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import Drained, ReadRing, Stamp
+from tokenlake.core.instructions import ReadRing, Stamp
 from tokenlake.directory.ring_record import RingRecord
-from tokenlake.errors import ConfigurationError, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.location import shown_location
 from tokenlake.memory import Cursor
@@ -47,7 +47,7 @@ from tokenlake_server.event_log import Recorder
 from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.watchdog import Watchdog
-from tokenlake_server.membership import Account, Members, MembershipState, open_membership, static_members
+from tokenlake_server.membership import MembershipState, open_membership, static_members
 from tokenlake_server.metrics_page import (
     CERTIFICATE_BEGIN,
     CERTIFICATE_END,
@@ -62,6 +62,7 @@ from tokenlake_server.peers.connections import Adopt, PeerConnections
 from tokenlake_server.peers.handshake import PeerIdentity
 from tokenlake_server.peers.measurement import PeerMeasurement
 from tokenlake_server.peers.states import PeerState
+from tokenlake_server.start.ring_follower import RingFollower
 from tokenlake_server.start.standing_orders import StandingOrders
 from tokenlake_server.start.start_errors import ModuleMissing
 
@@ -132,13 +133,6 @@ class Daemon:
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
-        self.driver.carry_out(Drained, lambda order: self.begin(self._leave(order)))
-        self.left = asyncio.Event()
-        """Set when this node has drained and left the ring: the daemon may end."""
-        self._changing_ring = asyncio.Lock()
-        self._working: set[asyncio.Task[None]] = set()
-        self.drain_s = rules.drain_s
-        """Limit of the seconds of a drain."""
         certificates = self._certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(
@@ -241,69 +235,14 @@ class Daemon:
         except BaseException:
             self.engines.close()
             raise
-        self._encrypted = certificates is not None or config.unencrypted_beyond_loopback
+        encrypted = certificates is not None or config.unencrypted_beyond_loopback
+        self.ring = RingFollower(self.membership, self.driver, self.peers, self.receivers, loop, encrypted=encrypted)
+        if self.control is not None:
+            self.ring.account_read = self.control.account_read
         own = parse_address(config.listen)
         advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
-        self.membership.start(advertised, self._members_changed)
+        self.membership.start(advertised, self.ring.follow)
         self.disk.start()
-
-    def _members_changed(self, members: Members) -> None:
-        self.begin(self.change_ring(members.record, members.addresses))
-        self.peers.introductions.follow({name: self._reachable(name, at) for name, at in members.unproven.items()})
-
-    def begin(self, work: Coroutine[None, None, None]) -> None:
-        """Begin work of the membership, which `close` ends."""
-        task = self._loop.create_task(work)
-        self._working.add(task)
-        task.add_done_callback(self._worked)
-
-    def _worked(self, task: asyncio.Task[None]) -> None:
-        self._working.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a change of the members failed", exc_info=error)
-
-    async def drain(self) -> None:
-        """Let this node hand its segments over and leave the ring; `left` is set then. Raises `Unreachable` and
-        `MembershipRefused`."""
-        log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
-        await self.membership.drain()
-
-    async def _leave(self, drained: Drained) -> None:
-        """Take this node, which has drained, out of the ring record."""
-        account = Account(drained.moved, (drained.lost_segments, drained.lost_bytes))
-        try:
-            await self.membership.leave(account)
-            log.info("this node has drained and left the ring: %s", account)
-            if self.control is not None:
-                await self.control.account_read()
-        except TokenLakeError as error:
-            log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
-        self.left.set()
-
-    async def change_ring(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
-        """Follow a ring record of the membership, with the address of each member: the rules first, then the
-        connections. A record that is not newer than that of the rules changes the addresses of its members only."""
-        node = self.driver.core.config.node
-        async with self._changing_ring:
-            # The thread makes the circle of the ring in some 100 ms; the rules then find it in the cache.
-            await asyncio.to_thread(ring_of, record, NodeId(node))
-            epoch = self.driver.core.record.epoch
-            self.driver.handle(events.RingChanged(record))
-            if self.driver.core.record.epoch != epoch:
-                self.driver.core.store.changes.ring(self.driver.core.record)
-            members = self.driver.core.record.members
-            others = (name for name in members if name != node and node in members)
-            self.peers.set_peers({name: self._reachable(name, addresses.get(name)) for name in others})
-            self.receivers.follow()
-
-    def _reachable(self, name: str, address: Address | None) -> Address | None:
-        """The address of a member; None where this node must not connect to it."""
-        if address is None or self._encrypted or is_loopback(address.host):
-            return address
-        log.error(
-            "member '%s' listens at %s: connections beyond loopback need the setting 'certificate'", name, address
-        )
-        return None
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
@@ -383,13 +322,11 @@ class Daemon:
     async def close(self) -> None:
         """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
         engine. A part that cannot be closed is logged, and the others are closed all the same."""
-        if not self.left.is_set():
+        if not self.ring.left.is_set():
             await _end("the disk tier was not saved", self.disk.save)
         await _end("the disk tier was not stopped", self.disk.stop)
         self.regions.stop()
-        for task in self._working:
-            task.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
+        await _end("the changes of the members were not ended", self.ring.close)
         if self.control is not None:
             await _end("the control plane was not closed", self.control.close)
         await _end("the KV events were not closed", self.contents.close)

@@ -116,14 +116,14 @@ def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
 
     async def drain() -> None:
         try:
-            await daemon.drain()
-            await asyncio.sleep(daemon.drain_s + LATE_S)
+            await daemon.ring.drain()
+            await asyncio.sleep(daemon.ring.drain_s + LATE_S)
             log.error("this node ends, although it has not left the ring: etcd does not answer any more")
         except TokenLakeError as error:
             log.error("this node ends without a drain, and stays a member: %s", error)
         stop.set()
 
-    daemon.begin(drain())
+    daemon.ring.begin(drain())
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -176,10 +176,10 @@ async def run(
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
         serving(daemon)
-        await _first(stop, daemon.left, daemon.regions.prepared)
+        await _first(stop, daemon.ring.left, daemon.regions.prepared)
         if daemon.regions.prepared.is_set():
             ready(daemon)
-        await _first(stop, daemon.left)
+        await _first(stop, daemon.ring.left)
         log.info("stopping")
         daemon.watchdog.stop()
         await daemon.close()

@@ -75,10 +75,10 @@ async def test_an_error_keeps_nothing_and_collects_nothing(work: Work) -> None:
             return
         raise AssertionError("the error was lost")
 
-    await scene()
+    await asyncio.create_task(scene())
     gc.disable()
     try:
-        await scene()
+        await asyncio.create_task(scene())
         assert kept[1]() is None
     finally:
         gc.enable()
