@@ -65,8 +65,11 @@ class Kind:
         meta = next((each for each in about if isinstance(each, Meta)), Meta())
         if types.NoneType in typing.get_args(plain):
             inner = cls.of(typing.get_args(plain)[0])
-            read = inner.form.read
-            either = Form(lambda value: None if value in ("", None) else read(value), lambda value: value or "")
+            read, show = inner.form
+            either = Form(
+                lambda value: None if value is None or value == "" else read(value),
+                lambda value: "" if value is None else show(value),
+            )
             return cls(hint, f"{inner.expected}, or nothing", either)
         if typing.get_origin(plain) is Literal:
             return cls(hint, f"one of {', '.join(typing.get_args(plain))}", form or Form())
@@ -110,8 +113,11 @@ def _text(value: object) -> str:
 
 
 def _utf8(value: object) -> str:
-    # A variable of the environment may hold bytes that are no text.
-    _text(value).encode()
+    try:
+        # A variable of the environment may hold bytes that are no text.
+        _text(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError from None
     return _text(value)
 
 

@@ -166,7 +166,7 @@ def format_size(size: int) -> str:
 
 def parse_address(value: object) -> Address:
     """An address from `HOST:PORT` or `[IPv6]:PORT`, port 0 to 65535. Raises ValueError."""
-    expected = "HOST:PORT"
+    expected = "HOST:PORT, or [IPv6]:PORT"
     if not isinstance(value, str):
         raise ValueError(expected)
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", value)
