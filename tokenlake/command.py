@@ -20,7 +20,6 @@ COMPLETE_VARIABLE = "_TOKENLAKE_COMPLETE"
 # not installed.
 SUMMARIES = {
     "serve": "run the daemon of this node",
-    "replay": "run the rules on a recorded event log and compare their instructions with the recorded ones",
     "config": "show each setting, its value and where it came from; the sizes of known models",
     "ca": "make a certificate authority, and certificates of nodes",
     "disk": "look at a directory of the disk tier, verify or remove it",

@@ -1,4 +1,4 @@
-"""`tokenlake serve` and `tokenlake replay`, and the settings of a daemon: from its command line, environment, file."""
+"""`tokenlake serve`, and the settings of a daemon: from its command line, environment, file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.log_lines import set_up_log
-from tokenlake_server.event_log import replay as replay_log
 from tokenlake_server.loop.watchdog import new_event_loop
 from tokenlake_server.start.config_file import read_config_file
 from tokenlake_server.start.daemon import Daemon
@@ -127,19 +126,3 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("memory", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@click.command()
-@click.argument("log", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def replay(log: Path) -> None:
-    """Replay an event log (serve --record) through the rules; exit status 1 when the instructions differ."""
-    try:
-        result = replay_log(log)
-    except TokenLakeError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(f"{result.events} events, {result.instructions} instructions")
-    if result.difference:
-        raise click.ClickException(f"the instructions differ from the recorded ones at {result.difference}")
-    if result.cut_off:
-        click.echo(f"the last {result.cut_off} bytes are not a whole record: the log was cut off there")
-    click.echo("the same instructions as recorded")

@@ -19,7 +19,7 @@ from tokenlake.hints import NO_ACCESS, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import TokenLakeEngine
-from tokenlake_server import event_log
+from tokenlake_testing import event_log
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live

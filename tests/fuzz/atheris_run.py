@@ -44,7 +44,7 @@ def fuzz(target: str, arguments: list[str]) -> None:
             "tokenlake.core",
             "tokenlake.config",
             "tokenlake_server.peers.handshake",
-            "tokenlake_server.event_log",
+            "tokenlake_testing.event_log",
         ):
             importlib.import_module(name)
     module, name, *index = target.split(":")

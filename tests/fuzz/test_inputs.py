@@ -29,7 +29,7 @@ from tokenlake.errors import ConfigurationError, LayoutRefused, ProtocolRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
 from tokenlake_server.bulk.blocking_sockets import read_frame
-from tokenlake_server.event_log import Recorder, replay
+from tokenlake_testing.event_log import Recorder, replay
 
 PEAK_BYTES = 1 << 20
 

@@ -18,7 +18,6 @@ from tokenlake import command
 COMMANDS = [
     *(
         "serve",
-        "replay",
         "config",
         "ca",
         "disk",

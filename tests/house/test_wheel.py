@@ -135,7 +135,7 @@ class TestWheels:
 
     def test_the_command_lists_its_commands(self, binaries: Path, tmp_path: Path) -> None:
         listed = succeed(binaries / "tokenlake", cwd=tmp_path)
-        assert all(f"  {name} " in listed for name in ("serve", "replay", "config", "explain"))
+        assert all(f"  {name} " in listed for name in ("serve", "config", "explain"))
         assert not any(f"  {name} " in listed for name in BENCH_COMMANDS)
 
     @pytest.mark.parametrize("name", ["serve", "config"])

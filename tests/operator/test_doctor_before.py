@@ -302,16 +302,6 @@ def disk_too_small(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["disk"] = f"{node.directory}:900TiB"
 
 
-@plant("record", "a path in a directory")
-def record_nowhere(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.settings["record"] = str(node.directory / "none" / "events")
-
-
-@plant("record", "once the defect is found")
-def record_left_on(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    node.settings["record"] = str(node.directory / "events")
-
-
 # -- certificates
 
 

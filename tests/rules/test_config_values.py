@@ -76,7 +76,7 @@ from tokenlake.errors import ConfigurationError
         ("allow_uids", [2**32 - 1]),
         ("tenants", "a"),
         ("tenants", ["a"]),
-        ("record", "a\0b"),
+        ("certificate", "a\0b"),
         ("log_level", "DEBUG"),
         ("log_level", 10),
         ("peers", "b"),
@@ -126,7 +126,6 @@ def test_values_that_are_refused(field: str, value: object) -> None:
             (Peer("b", "127.0.0.1", 1, 1 << 30), Peer("c", "::1", 2, 2 << 30)),
         ),
         ("peers", ["b=localhost:1"], (Peer("b", "localhost", 1),)),
-        ("record", "events.log", "events.log"),
         ("log_level", "debug", "debug"),
     ],
 )

@@ -68,7 +68,6 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     file.write_bytes(b"node = 'x'\n# caf\xe9\n")
     assert f"'{file}' is not in UTF-8, from line 2 on: save it" in start(tmp_path, "--config", str(file))
     assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
-    assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
 
 
 def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, 
 from tokenlake.core.node import HandlerFailed
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
-from tokenlake_server.event_log import Recorder, replay
 from tokenlake_server.loop.driver import Driver, Handle
+from tokenlake_testing.event_log import Recorder, recording, replay
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
@@ -64,7 +64,7 @@ def test_an_answer_between_alarm_and_tick() -> None:
         for kind in (Answer, Welcomed, Stamp):
             driver.carry_out(kind, lambda _: None)
         driver.wrap(counting, lambda sink: sink)
-        driver.start(None)
+        driver.start()
         drawn = (bytes([number]) * 32 for number in range(256))
         keys = [key for key in drawn if core.ring.candidates(key)[0][0] == "b"][:5]
         driver.handle(events.PeerUp("b", 1))
@@ -117,7 +117,7 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
         for kind in (Answer, Welcomed, Stamp):
             driver.carry_out(kind, lambda _: None)
         driver.wrap(noting, lambda sink: sink)
-        driver.start(None)
+        driver.start()
         loop.now = 0.5
         driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
         assert seen == [("Joined", 5.0)]
@@ -150,7 +150,9 @@ def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkey
     for kind in (Answer, Welcomed, Stamp):
         driver.carry_out(kind, lambda each: carried.append(type(each)))
     path = tmp_path / "events"
-    driver.start(Recorder(path, config, 0.0))
+    recorder = Recorder(path, config, 0.0)
+    driver.wrap(recording(recorder), lambda sink: sink)
+    driver.start()
 
     def fail(*of: object) -> None:
         raise RuntimeError("a mistake")
@@ -168,6 +170,7 @@ def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkey
         driver.stop()
     finally:
         loop.close()
+    recorder.close()
     replayed = replay(path)
     assert (replayed.events, replayed.difference) == (4, "")
 
@@ -196,7 +199,7 @@ def test_timers_leave_the_loop_to_others() -> None:
     called: list[int] = []
 
     async def scene() -> None:
-        driver.start(None)
+        driver.start()
         deadline = loop.time() + 10.0
         while core.called < 40 and loop.time() < deadline:
             await asyncio.sleep(0)

@@ -26,7 +26,6 @@ from tests.robustness.live import (
     daemons,
     match,
     outcomes,
-    read,
     store,
     total,
     wait_until,
@@ -130,25 +129,6 @@ def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> 
         os.close(pending.descriptor)
         assert outcomes(store(pool, Prompt(2, 40))) <= {Code.COMMITTED, Code.NOT_ADMITTED}
         assert node.running
-
-
-def test_a_full_disk_ends_only_the_event_log() -> None:
-    with daemons(record="/dev/full") as cluster, cluster.connect(0, LAYOUT) as pool:
-        node = cluster.nodes[0]
-        draw = random.Random(1)
-        keys = [draw.randbytes(32) for _ in range(512)]
-
-        def logged() -> bool:
-            pool.match(keys, deadline_s=PATIENT_S).release()  # type: ignore[arg-type]
-            return "the event log ends" in node.log.read_text()
-
-        wait_until(logged, "more than its buffer was recorded")
-        assert outcomes(store(pool, Prompt(3, 4))) == {Code.COMMITTED}
-        assert read(pool, Prompt(3, 4)) == 4
-        assert node.log.read_text().count("the event log ends") == 1
-        assert "Traceback" not in node.log.read_text()
-        pool.close()
-        assert node.stop() == 0
 
 
 def test_requests_in_flight_are_bounded() -> None:

@@ -341,13 +341,6 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="it needs torch, and shares memory bandwidth and processors with the engines of this node",
         ),
     ] = False
-    record: Annotated[
-        Path,
-        Setting(
-            "file for an event log",
-            why="the log grows without bound; it serves to find defects",
-        ),
-    ] = ""
     state_directory: Annotated[
         AbsolutePath,
         Setting(

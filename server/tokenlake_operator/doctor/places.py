@@ -132,14 +132,6 @@ def check_directories(config: ServerConfig) -> Iterator[Finding]:
             yield Finding("error", "state-directory", where, f"no file can be made there ({reason})", cure)
     for disk in config.disk:
         yield from _disk(disk)
-    if config.record:
-        directory, where = Path(config.record).absolute().parent, f"record = {config.record}"
-        if not directory.is_dir() or _unwritable(directory):
-            cure = f"give a path in a directory that the daemon's user can write, in place of {directory}"
-            yield Finding("error", "record", where, "no file can be made there", cure)
-        else:
-            problem = "each event of the daemon is written there, without an end"
-            yield Finding("warning", "record", where, problem, "remove 'record' once the defect is found")
 
 
 def _disk(disk: Disk) -> Iterator[Finding]:

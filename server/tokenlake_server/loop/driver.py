@@ -17,7 +17,6 @@ from tokenlake.core.node import HandlerFailed
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 from tokenlake.wire.fields import CHECKSUM_BYTES
-from tokenlake_server.event_log import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ class Driver:
         self._alarm_at = float("inf")
         self._tick_scheduled = False
         """True: Ticks are scheduled within the next two iterations of the loop."""
-        self._recorder: Recorder | None = None
 
     @property
     def now(self) -> float:
@@ -75,17 +73,15 @@ class Driver:
         self._handle = rules(self._handle)
         self._sinks = {kind: sink(inner) for kind, inner in self._sinks.items()}
 
-    def start(self, recorder: Recorder | None) -> None:
-        """Begin to serve timers and to record. Called after `core.start`."""
-        self._recorder = recorder
+    def start(self) -> None:
+        """Begin to serve timers. Called after `core.start`."""
         self._rearm()
 
     def stop(self) -> None:
-        """Stop the timers and complete the event log."""
+        """Stop the timers."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        self._end_record(None)
 
     def post(self, event: Event) -> None:
         """Let the rules handle an event, on the loop. May be called from any thread. Does nothing once the loop is
@@ -109,13 +105,7 @@ class Driver:
         self._rearm()
 
     def _step(self, event: Event) -> None:
-        now = self.now
-        instructions, failure = self._decide(event, now)
-        if self._recorder is not None:
-            try:
-                self._recorder.add(now, event, instructions)
-            except OSError as error:
-                self._end_record(error)
+        instructions, failure = self._decide(event, self.now)
         for instruction in instructions:
             try:
                 self._sinks[type(instruction)](instruction)
@@ -137,17 +127,6 @@ class Driver:
             return failure.instructions, failure
         except Exception as failure:
             return [], failure
-
-    def _end_record(self, error: OSError | None) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        try:
-            recorder.close()
-        except OSError as failure:
-            error = error or failure
-        if error is not None:
-            log.error("the event log ends here, and the daemon continues without it: %s", error.strerror)
 
     def _rearm(self) -> None:
         wake = self.core.next_wake()

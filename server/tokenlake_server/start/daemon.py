@@ -20,7 +20,7 @@ from tokenlake.core.context import DRAIN_S, GOSSIP_S
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReadRing, Stamp
 from tokenlake.directory.ring_record import RingRecord
-from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
+from tokenlake.errors import ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.location import shown_location
 from tokenlake.memory import Cursor
@@ -43,7 +43,6 @@ from tokenlake_server.engines.query_engine import QueryEngine
 from tokenlake_server.engines.regions import Regions, makers
 from tokenlake_server.engines.slot_checker import SlotChecker
 from tokenlake_server.engines.tenants import Tenants
-from tokenlake_server.event_log import Recorder
 from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.watchdog import Watchdog
@@ -126,8 +125,9 @@ class Daemon:
         self._arena = arena
         self._started = time.time()
         self.driver = Driver(core, loop, self._failed, speed)
-        started = self.driver.now
-        core.start(started)
+        self.rules_started = self.driver.now
+        """The time of the rules' clock at the start."""
+        core.start(self.rules_started)
         self.watchdog: Watchdog = getattr(loop, "watchdog", None) or Watchdog()
         self.watchdog.use(core.counters)
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
@@ -183,7 +183,6 @@ class Daemon:
             if config.metrics
             else None
         )
-        recorder = _recorder(config.record, rules, started)
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
         self.query_engine = (
             QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
@@ -213,7 +212,7 @@ class Daemon:
             else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock reports the end of engines in other "
             f"PID namespaces, within {LOCK_S:.0f} s"
         )
-        self.driver.start(recorder)
+        self.driver.start()
         self.control: ControlServer | None = None
         try:
             if (server := _control_server(config)) is not None:
@@ -346,7 +345,7 @@ class Daemon:
         await _end_thread("the disk tier was not closed", self.disk.close)
         self._arena.stop()
         await _end("the memory of regions was not left", self.regions.close)
-        await _end("the event log was not ended", self.driver.stop)
+        await _end("the timers were not ended", self.driver.stop)
         await _end("the memory was not given back", self._free_memory)
 
     async def _free_memory(self) -> None:
@@ -450,10 +449,3 @@ def _certificates(config: ServerConfig) -> Certificates | None:
         return None
     files = CertificateFiles(Path(config.certificate), Path(config.key), Path(config.ca))
     return Certificates(files, config.cluster, config.node)
-
-
-def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:
-    try:
-        return Recorder(Path(path), rules, started) if path else None
-    except OSError as error:
-        raise ConfigurationError("record", path, f"a file that can be written ({error.strerror})") from error

@@ -25,8 +25,8 @@ from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_server.disk.directory import survey
 from tokenlake_server.disk.files import DirectoryFiles
-from tokenlake_server.event_log import replay
 from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.event_log import replay
 
 pytestmark = pytest.mark.live
 

@@ -215,10 +215,14 @@ def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:
 
 def test_the_event_log_of_the_rules_has_no_tokens(tmp_path: Path) -> None:
     record = tmp_path / "record"
-    with publishing(text=f'record = "{record}"\n') as (cluster, _), cluster.connect(0, LAYOUT) as pool:
-        tokens = [0x61626364] * LAYOUT.segment_tokens
-        assert store(pool, tokens) == 1
-        (key,) = pool.prefix(tokens).keys
+    with publishing() as (cluster, _):
+        assert cluster.nodes[0].stop() == 0
+        cluster.nodes[0].start(record=str(record))
+        cluster.wait_ready()
+        with cluster.connect(0, LAYOUT) as pool:
+            tokens = [0x61626364] * LAYOUT.segment_tokens
+            assert store(pool, tokens) == 1
+            (key,) = pool.prefix(tokens).keys
     written = record.read_bytes()
     assert bytes(key) in written
     assert b"dcba" not in written

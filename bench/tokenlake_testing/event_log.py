@@ -9,7 +9,7 @@ segment keys, and no token ids, secrets or bytes of segments.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +21,7 @@ from tokenlake.core.instructions import Instruction
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
-from tokenlake_server.start.private_file import open_private
+from tokenlake_server.loop.driver import Handle
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -42,11 +42,10 @@ def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Inst
 
 
 class Recorder:
-    """Writes an event log to `path`, a file for the daemon's user only. Writes are buffered: a killed daemon loses the
-    last records."""
+    """Writes an event log to `path`. Writes are buffered: a killed daemon loses the last records."""
 
     def __init__(self, path: Path, config: CoreConfig, started: float) -> None:
-        self._file: BinaryIO = open_private(path, buffering=1 << 20)
+        self._file: BinaryIO = path.open("wb", buffering=1 << 20)
         self._digest = _first_digest(config, started)
         self._write(_encoder.encode(config))
         self._write(_encoder.encode(started))
@@ -62,6 +61,26 @@ class Recorder:
     def close(self) -> None:
         """Write the buffered records to the event log and close the file."""
         self._file.close()
+
+
+def recording(recorder: Recorder) -> Callable[[Handle], Handle]:
+    """For `Driver.wrap`: records each event of the rules. An event that they refuse has no instructions."""
+
+    def wrap(handle: Handle) -> Handle:
+        def recorded(event: Event, now: float) -> list[Instruction]:
+            instructions: list[Instruction] = []
+            try:
+                instructions = handle(event, now)
+            except HandlerFailed as failure:
+                instructions = failure.instructions
+                raise
+            finally:
+                recorder.add(now, event, instructions)
+            return instructions
+
+        return recorded
+
+    return wrap
 
 
 class Replayed(msgspec.Struct, frozen=True):
