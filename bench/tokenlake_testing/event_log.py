@@ -21,7 +21,8 @@ from tokenlake.core.instructions import Instruction
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
-from tokenlake_server.loop.driver import Handle
+
+Handle = Callable[[Event, float], list[Instruction]]
 
 _encoder = msgspec.msgpack.Encoder()
 

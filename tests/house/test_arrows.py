@@ -1,5 +1,5 @@
-"""Which package may import which: bench -> testing -> client, query -> client, operator -> server and client, server
-and client -> tokenlake_proto, all -> tokenlake. The rules do no I/O; the client is thin."""
+"""Which package may import which: bench -> testing -> client and server (for programs of daemons), query ->
+client, operator -> server and client, server and client -> tokenlake_proto, all -> tokenlake. The rules do no I/O; the client is thin."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FORBIDDEN = {
         "tokenlake_query",
         *BENCH,
     },
-    "tokenlake_testing": {"tokenlake_server", "tokenlake_operator", "tokenlake_query", "tokenlake_bench"},
+    "tokenlake_testing": {"tokenlake_operator", "tokenlake_query", "tokenlake_bench"},
     "tokenlake_bench": set[str](),
 }
 # Importing the rules or the client must not load any of these modules.
