@@ -1,5 +1,6 @@
 """Which package may import which: bench -> testing -> client and server (for programs of daemons), query ->
-client, operator -> server and client, server and client -> tokenlake_proto, all -> tokenlake. The rules do no I/O; the client is thin."""
+client, operator -> server and client, server and client -> tokenlake_proto, all -> tokenlake.
+The rules do no I/O; the client is thin."""
 
 from __future__ import annotations
 
