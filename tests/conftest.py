@@ -5,6 +5,7 @@ A failed assert of a helper module shows its values, as one of a test module doe
 
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ register_profiles()
 
 # Daemons and engines are forked from a process that has imported what they need.
 fork_server.use("tests.warm_daemon")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The environments of engines and routers have no pytest-asyncio, and run no test that needs it."""
+    if find_spec("pytest_asyncio") is None:
+        for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
+            parser.addini(name, "a setting of pytest-asyncio")
+
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this variable when any module imports it: without a GPU its kernels run in its interpreter.

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenlake.config import ServerConfig
-from tokenlake.config.kinds import LEAST_DISK_BYTES
+from tokenlake.config.values import LEAST_DISK_BYTES
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code

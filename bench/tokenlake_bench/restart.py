@@ -28,8 +28,8 @@ from tokenlake_bench.report import format_duration, format_share, table, write_j
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 from tokenlake_client import Deadlines, Pool
+from tokenlake_server.disk.directory import survey
 from tokenlake_server.disk.files import DirectoryFiles
-from tokenlake_server.disk.store import survey
 from tokenlake_testing.cluster import Cluster, Node
 
 MEMORY, REGION = "4MiB", "1MiB"

@@ -66,16 +66,18 @@ class Node:
     def start(self, module: str | None = None, /, **settings: str) -> None:
         """Start the daemon's process; `Cluster.wait_ready` waits until it serves. `module`, `settings`: for this
         process only."""
-        flags = [word for name, value in {**self.settings, **settings}.items() for word in (f"--{name}", value)]
+        given = {**self.settings, **settings}
+        module = module or self._module
+        flags = [word for name, value in given.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         # Ctrl-C in a terminal must not end the daemon, because the command that started it may still need it: it has a
         # session of its own.
         with self.log.open("ab") as log:
             if self._namespace is None:
                 outputs = {1: log.fileno(), 2: log.fileno()}
-                self.process = start_module(module or self._module, flags, outputs, environment, new_session=True)
+                self.process = start_module(module, flags, outputs, environment, new_session=True)
             else:
-                words = ["ip", "netns", "exec", self._namespace, sys.executable, "-m", module or self._module, *flags]
+                words = ["ip", "netns", "exec", self._namespace, sys.executable, "-m", module, *flags]
                 self.process = start_child(words, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def kill(self) -> None:

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 from cryptography import x509
@@ -22,7 +22,6 @@ from tokenlake.config import ServerConfig
 from tokenlake.config.setting import settings_of
 from tokenlake_server.peers.certificates import shown
 from tokenlake_server.peers.identity import ROLES, cluster_uri, node_uri, role_uri
-from tokenlake_server.start.private_file import open_private
 
 CA_CERTIFICATE, CA_KEY = "ca.pem", "ca-key.pem"
 EARLY = datetime.timedelta(minutes=5)
@@ -276,14 +275,30 @@ def _write(
     pem = serialization.Encoding.PEM
     plain = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     new = [file.with_suffix(".new") for file in files]
-    with open_private(new[0]) as file:
+    with _open_private(new[0]) as file:
         file.write(certificate.public_bytes(pem))
     new[0].chmod(0o644)
-    with open_private(new[1]) as file:
+    with _open_private(new[1]) as file:
         file.write(key.private_bytes(pem, *plain))
     for source, target in zip(new, files, strict=True):
         os.replace(source, target)
     return files
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """Open an empty file for writing, with mode 0600 whatever the umask is. A file that exists is emptied and gets that
+    mode. Raises OSError, also where the file belongs to another user."""
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    return open(path, "wb", opener=opened)
 
 
 def _text(error: Any) -> str:

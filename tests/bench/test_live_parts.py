@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tokenlake.config import load_config
-from tokenlake.config.kinds import LEAST_DISK_BYTES
+from tokenlake.config.values import LEAST_DISK_BYTES
 from tokenlake.disk import slab_bytes
 from tokenlake.errors import ConfigurationError
 from tokenlake.memory.region import RegionShape

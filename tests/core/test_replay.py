@@ -109,7 +109,7 @@ def test_a_replay_gives_the_same_instructions(busy: Cluster) -> None:
 
 def test_every_kind_of_event_is_in_the_recording(busy: Cluster) -> None:
     seen = {type(event) for node in busy.nodes.values() for _, event in node.log}
-    assert set(events.Event.__args__) - seen <= {events.RegionReady, events.StatisticsLoaded}
+    assert set(events.Event.__args__) - seen <= {events.RegionReady}
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])

@@ -51,7 +51,7 @@ FORBIDDEN = {
         "tokenlake_query",
         *BENCH,
     },
-    "tokenlake_testing": {"tokenlake_server", "tokenlake_operator", "tokenlake_query", "tokenlake_bench"},
+    "tokenlake_testing": {"tokenlake_operator", "tokenlake_query", "tokenlake_bench"},
     "tokenlake_bench": set[str](),
 }
 # Importing the rules or the client must not load any of these modules.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import tokenlake_server.start.daemon  # noqa: F401  imports every module that declares a metric
-from tests.house.pages import ROOT
+from tests.house.pages import ROOT  # imports every module that declares a metric
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 

@@ -42,7 +42,7 @@ from tokenlake_operator.members import members
 from tokenlake_operator.status import status
 from tokenlake_operator.top import top
 from tokenlake_operator.words import span
-from tokenlake_server.disk.store import FORMAT, Identity, pack_identity
+from tokenlake_server.disk.directory import FORMAT, Identity, pack_identity
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live

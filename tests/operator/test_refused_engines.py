@@ -14,7 +14,7 @@ from tests.server.raw import hello, refusal
 from tokenlake.wire import engine
 from tokenlake_client import Pool
 from tokenlake_operator.doctor.base import Finding
-from tokenlake_operator.doctor.refused import check_refused
+from tokenlake_operator.doctor.running import check_refused
 from tokenlake_operator.status import status
 from tokenlake_operator.top import top
 from tokenlake_proto.v1 import admin_pb2 as pb

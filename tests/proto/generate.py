@@ -35,12 +35,12 @@ def generate(directory: Path, python: str = sys.executable) -> list[Path]:
         written = []
         for made in sorted(Path(out).rglob("*_pb2*.py*")):
             text = made.read_text()
-            if "_grpc" in made.name and ("Stub" not in text or "standard" in made.parts):
+            if "_grpc" in made.name and "Stub" not in text:
                 continue
             path = made.relative_to(Path(out) / "tokenlake")
             (directory / path).parent.mkdir(parents=True, exist_ok=True)
             # `tokenlake` is the package of the rules: the generated modules are below `tokenlake_proto`.
-            text = re.sub(r"\b(from|import) tokenlake\.(v1|standard)\b", r"\1 tokenlake_proto.\2", text)
+            text = re.sub(r"\b(from|import) tokenlake\.v1\b", r"\1 tokenlake_proto.v1", text)
             (directory / path).write_text(text)
             written.append(path)
     return written

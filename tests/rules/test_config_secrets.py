@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.rules.settings import CERTIFICATE, SECRET, load, tenant
-from tokenlake.config import Tenant
+from tokenlake.config import Secret, Tenant
 from tokenlake.errors import ConfigurationError
 
 
 def test_tenants_come_from_the_file() -> None:
     toml = tenant("a", uids=[1, 2]) + tenant("b", tokens=["t"])
-    secret = bytes.fromhex(SECRET)
+    secret = Secret(bytes.fromhex(SECRET))
     assert load(toml).config.tenants == (Tenant("a", secret, uids=(1, 2)), Tenant("b", secret, tokens=("t",)))
     assert load(tenant("a", quota=0.5)).config.tenants[0].quota == 0.5
 
@@ -19,23 +19,20 @@ def test_tenants_come_from_the_file() -> None:
 @pytest.mark.parametrize(
     ("toml", "reason"),
     [
-        (tenant(secret=None), "with a name and a secret"),
-        (tenant(secret="00" * 15), "32 to 128 hexadecimal digits .openssl rand -hex 32. as the secret of tenant 'a'"),
+        (tenant(secret=None), "missing required field `secret`"),
+        (tenant(secret="00" * 15), "32 to 128 hexadecimal digits - at `.*secret"),
         (tenant(secret="00" * 65), "32 to 128 hexadecimal digits"),
         (tenant(secret="0g" * 16), "32 to 128 hexadecimal digits"),
-        (tenant("a b"), "a tenant's name of"),
-        (tenant(uids=["x"]), "a list of user ids"),
-        (tenant(tokens="t"), "a list of non-empty texts"),
-        (tenant(tokens=[""]), "a list of non-empty texts"),
-        (tenant(user="x"), "not 'user'"),
-        (tenant(quota=0), "a share of memory above 0, at most 1, as the quota of tenant 'a', not 0"),
-        (tenant(quota=1.5), "at most 1"),
-        (tenant(quota="half"), "a share of memory"),
-        (tenant().rstrip() + "\nquota = nan\n", "not nan"),
-        (tenant().rstrip() + "\nquota = true\n", "not True"),
+        (tenant("a b"), "at `.*name"),
+        (tenant(uids=["x"]), "Expected `int`, got `str` - at `.*uids"),
+        (tenant(uids=[1, 1]), "each of the uids once"),
+        (tenant(tokens="t"), "Expected `array`, got `str` - at `.*tokens"),
+        (tenant(tokens=[""]), "length >= 1 - at `.*tokens"),
+        (tenant(user="x"), "unknown field `user`"),
+        *((tenant().rstrip() + f"\nquota = {quota}\n", "at `.*quota") for quota in (0, 1.5, "'half'", "nan", "true")),
         (tenant() + tenant(), "given twice: a"),
-        (tenant(uids=[1]) + tenant("b", uids=[1]), "given twice: 1"),
-        (tenant(tokens=["hush"]) + tenant("b", tokens=["hush"]), "each token once"),
+        (tenant(uids=[1]) + tenant("b", uids=[1]), "each of the uids once"),
+        (tenant(tokens=["hush"]) + tenant("b", tokens=["hush"]), "each of the tokens once"),
         ("tenants = 1", "an array of tables"),
     ],
 )

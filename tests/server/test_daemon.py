@@ -3,7 +3,6 @@ layouts."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -166,7 +165,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
             tampered = bytearray(whole)
             tampered[draw.randrange(len(whole) // 2, len(whole) - 200)] ^= 1 << draw.randrange(8)
             cut.write_bytes(tampered)
-            ended = replay(cut)
+            replayed = replay(cut)
             # The replay takes a changed length for the end of the log.
             assert ended.difference or ended.cut_off, ended
     junk = tmp_path / "junk.log"
@@ -244,7 +243,7 @@ def _fetch(number: int, lease: int, hits: int) -> engine.Fetch:
     return engine.Fetch(number, lease, 0, hits, 0.0)
 
 
-def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon serves while it prepares its memory, and a signal ends it within one step of that."""
     text = f'memory = "256MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
     config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
@@ -264,9 +263,7 @@ def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.M
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        asyncio.run(
-            run(config, serving, lambda done, total: reports.append((done, total)), lambda daemon: served.append(False))
-        )
+        await run(config, serving, lambda *prepared: reports.append(prepared), lambda daemon: served.append(False))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert served == [True]
@@ -274,7 +271,7 @@ def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "s").exists()
 
 
-def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts behind it are closed, and the memory is given back."""
     text = f'memory = "1MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
     config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
@@ -296,7 +293,7 @@ def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr("tokenlake_server.start.running.Arena", WatchedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        asyncio.run(run(config, ready))
+        await run(config, ready)
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
@@ -304,7 +301,7 @@ def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatc
     assert not (tmp_path / "s").exists()
 
 
-def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that hangs in a read from disk keeps a view of its slot."""
     text = f'memory = "1MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
     config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
@@ -318,7 +315,7 @@ def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatc
     monkeypatch.setattr("tokenlake_server.start.running.Arena", UsedArena)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        asyncio.run(run(config, lambda daemon: None, ready=lambda daemon: os.kill(os.getpid(), signal.SIGTERM)))
+        await run(config, lambda daemon: None, ready=lambda daemon: os.kill(os.getpid(), signal.SIGTERM))
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])

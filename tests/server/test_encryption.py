@@ -224,14 +224,6 @@ def test_a_connection_waits_for_one_key(tmp_path: Path) -> None:
             assert raw.closed()
 
 
-def test_clusters_on_loopback_do_not_mix() -> None:
-    with daemons(0) as cluster:
-        a, b = nodes(cluster, {"a": {"cluster": "blue"}, "b": {"cluster": "red"}})
-        logged(a, "'b' belongs to the cluster 'red', and 'a' to 'blue'")
-        logged(b, "'b' belongs to the cluster 'red', and 'a' to 'blue'")
-        assert [total(node, "tokenlake_peers_connected") for node in (a, b)] == [0, 0]
-
-
 def test_certificates_are_replaced_while_nodes_run(tmp_path: Path) -> None:
     """Certificates and authorities are replaced while nodes run."""
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")

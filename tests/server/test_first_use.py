@@ -27,7 +27,7 @@ threads = [threading.Thread(target=run) for _ in range(4)]
 @pytest.mark.parametrize(
     ("module", "name", "format", "made", "decode"),
     [
-        ("tokenlake_server.disk.store", "Identity", "json", "Type(format=2)", "_decoded"),
+        ("tokenlake_server.disk.directory", "Identity", "json", "Type(format=2)", "_decoded"),
         ("tokenlake_server.start.standing_orders", "_Content", "msgpack", "Type(1)", "_DECODER.decode"),
     ],
 )

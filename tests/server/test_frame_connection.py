@@ -95,24 +95,24 @@ async def most_between_callbacks(
     return most
 
 
-def test_a_slice_handles_a_few_of_many_frames() -> None:
+async def test_a_slice_handles_a_few_of_many_frames() -> None:
     def handle(steps: list[int]) -> None:
         steps.append(1)
 
     body = frame(b"x") * FRAMES
-    assert 0 < asyncio.run(most_between_callbacks(body, handle, FRAMES)) <= PER_SLICE + 1
+    assert 0 < await most_between_callbacks(body, handle, FRAMES) <= PER_SLICE + 1
 
 
-def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
+async def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
     def handle(steps: list[int]) -> Iterator[None]:
         for _ in range(50):
             steps.append(1)
             yield
 
-    assert 0 < asyncio.run(most_between_callbacks(frame(b"x") * 4, handle, 200)) <= PER_SLICE + 1
+    assert 0 < await most_between_callbacks(frame(b"x") * 4, handle, 200) <= PER_SLICE + 1
 
 
-def test_frames_stay_in_order() -> None:
+async def test_frames_stay_in_order() -> None:
     """Frames stay in order when the work on one takes several slices."""
     handled: list[tuple[bytes, int]] = []
 
@@ -121,159 +121,138 @@ def test_frames_stay_in_order() -> None:
             handled.append((body, part))
             yield
 
-    async def run() -> None:
-        with Scene(handle) as scene:
-            scene.other.send(frame(b"a") + frame(b"b"))
-            await until(lambda: len(handled) == 60)
-
-    asyncio.run(run())
+    with Scene(handle) as scene:
+        scene.other.send(frame(b"a") + frame(b"b"))
+        await until(lambda: len(handled) == 60)
     assert handled == [(body, part) for body in (b"a", b"b") for part in range(30)]
 
 
-def test_a_connection_that_closes_within_a_slice() -> None:
+async def test_a_connection_that_closes_within_a_slice() -> None:
     """A connection that closes within a slice handles nothing more."""
     handled: list[bytes] = []
 
-    async def run() -> None:
-        def handle(body: bytes) -> Iterator[None] | None:
-            handled.append(body)
-            if len(handled) == 3 * PER_SLICE:
-                scene.connection.close("enough")
-            return None
+    def handle(body: bytes) -> Iterator[None] | None:
+        handled.append(body)
+        if len(handled) == 3 * PER_SLICE:
+            scene.connection.close("enough")
+        return None
 
-        with Scene(handle) as scene:
-            scene.other.send(frame(b"x") * 100)
-            await until(lambda: bool(scene.closed))
-            for _ in range(20):
-                await asyncio.sleep(0)
-
-    asyncio.run(run())
+    with Scene(handle) as scene:
+        scene.other.send(frame(b"x") * 100)
+        await until(lambda: bool(scene.closed))
+        for _ in range(20):
+            await asyncio.sleep(0)
     assert len(handled) == 3 * PER_SLICE
 
 
 @pytest.mark.parametrize("unread", [0, 1 << 20])
-def test_a_descriptor_waits_behind_unread_answers(unread: int) -> None:
+async def test_a_descriptor_waits_behind_unread_answers(unread: int) -> None:
     """The other side gets it in order, once it reads. The connection was once closed instead."""
 
-    async def run() -> tuple[bytes, list[int]]:
-        data, found = b"", list[int]()
-        reading, writing = os.pipe()
-        with Scene(lambda body: None) as scene:
-            scene.connection.send(bytes(unread))
-            scene.connection.send(b"with a descriptor", [writing])
-            os.close(writing)
-            scene.connection.send(b"the end")
-            async with asyncio.timeout(LIMIT_S):
-                while not data.endswith(b"the end"):
-                    part, descriptors = scene.received()
-                    data, found = data + part, found + descriptors
-                    await asyncio.sleep(0)
-            assert not scene.closed
-        os.write(found[0], b"it works")
-        os.close(found[0])
-        assert os.read(reading, 100) == b"it works"
-        os.close(reading)
-        return data, found
-
-    data, found = asyncio.run(run())
+    data, found = b"", list[int]()
+    reading, writing = os.pipe()
+    with Scene(lambda body: None) as scene:
+        scene.connection.send(bytes(unread))
+        scene.connection.send(b"with a descriptor", [writing])
+        os.close(writing)
+        scene.connection.send(b"the end")
+        async with asyncio.timeout(LIMIT_S):
+            while not data.endswith(b"the end"):
+                part, descriptors = scene.received()
+                data, found = data + part, found + descriptors
+                await asyncio.sleep(0)
+        assert not scene.closed
+    os.write(found[0], b"it works")
+    os.close(found[0])
+    assert os.read(reading, 100) == b"it works"
+    os.close(reading)
+    data, found = data, found
     assert data == bytes(unread) + b"with a descriptor" + b"the end"
     assert len(found) == 1
 
 
-def test_a_side_that_reads_no_answer() -> None:
+async def test_a_side_that_reads_no_answer() -> None:
     """Bytes and descriptors that wait to be read are bounded by the pause."""
     answer, pause = 4096, 64 << 10
     handled: list[int] = []
 
-    async def run() -> None:
-        def handle(body: bytes) -> None:
-            handled.append(1)
-            scene.connection.send(bytes(answer))
+    def handle(body: bytes) -> None:
+        handled.append(1)
+        scene.connection.send(bytes(answer))
 
-        with Scene(handle, pause) as scene:
-            scene.other.send(frame(b"x") * 1000)
-            connection = scene.connection
-            await until(lambda: connection._unsent_bytes > pause)
-            for _ in range(200):
+    with Scene(handle, pause) as scene:
+        scene.other.send(frame(b"x") * 1000)
+        connection = scene.connection
+        await until(lambda: connection._unsent_bytes > pause)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert connection._unsent_bytes <= pause + answer
+        assert len(handled) < 1000
+        async with asyncio.timeout(LIMIT_S):
+            while len(handled) < 1000 or connection._unsent_bytes:
+                scene.received()
                 await asyncio.sleep(0)
-            assert connection._unsent_bytes <= pause + answer
-            assert len(handled) < 1000
-            async with asyncio.timeout(LIMIT_S):
-                while len(handled) < 1000 or connection._unsent_bytes:
-                    scene.received()
-                    await asyncio.sleep(0)
-
-    asyncio.run(run())
 
 
-def test_short_unsent_frames_share_a_buffer() -> None:
+async def test_short_unsent_frames_share_a_buffer() -> None:
     """A buffer for each of them took ten times their bytes, which no limit counted."""
 
-    async def run() -> bytes:
-        received = b""
-        with Scene(lambda body: None) as scene:
-            scene.connection.send(bytes(1 << 20))
-            before = len(scene.connection._unsent)
-            for number in range(10_000):
-                scene.connection.send(number.to_bytes(4, "little"))
-            assert len(scene.connection._unsent) - before <= 1
-            async with asyncio.timeout(LIMIT_S):
-                while len(received) < (1 << 20) + 40_000:
-                    received += scene.received()[0]
-                    await asyncio.sleep(0)
-        return received[1 << 20 :]
-
-    assert asyncio.run(run()) == b"".join(number.to_bytes(4, "little") for number in range(10_000))
+    received = b""
+    with Scene(lambda body: None) as scene:
+        scene.connection.send(bytes(1 << 20))
+        before = len(scene.connection._unsent)
+        for number in range(10_000):
+            scene.connection.send(number.to_bytes(4, "little"))
+        assert len(scene.connection._unsent) - before <= 1
+        async with asyncio.timeout(LIMIT_S):
+            while len(received) < (1 << 20) + 40_000:
+                received += scene.received()[0]
+                await asyncio.sleep(0)
+    assert received[1 << 20 :] == b"".join(number.to_bytes(4, "little") for number in range(10_000))
 
 
-def test_unsent_descriptors_are_bounded() -> None:
+async def test_unsent_descriptors_are_bounded() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
 
-    async def run() -> None:
-        null = os.open(os.devnull, os.O_RDONLY)
-        handled: list[int] = []
+    null = os.open(os.devnull, os.O_RDONLY)
+    handled: list[int] = []
 
-        def handle(body: bytes) -> None:
-            handled.append(1)
-            scene.connection.send(b"here", [null])
+    def handle(body: bytes) -> None:
+        handled.append(1)
+        scene.connection.send(b"here", [null])
 
-        with Scene(handle, 1 << 20) as scene:
-            scene.connection.send(bytes(1 << 20))
-            scene.other.send(frame(b"x") * 100)
-            await until(lambda: len(handled) == MAX_UNSENT_DESCRIPTORS)
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert len(handled) == MAX_UNSENT_DESCRIPTORS
-        os.close(null)
-
-    asyncio.run(run())
+    with Scene(handle, 1 << 20) as scene:
+        scene.connection.send(bytes(1 << 20))
+        scene.other.send(frame(b"x") * 100)
+        await until(lambda: len(handled) == MAX_UNSENT_DESCRIPTORS)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(handled) == MAX_UNSENT_DESCRIPTORS
+    os.close(null)
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-def test_connections_of_a_tenant_share_a_slice() -> None:
+async def test_connections_of_a_tenant_share_a_slice() -> None:
     """A tenant with 20 connections full of frames handles as many frames as one with a single connection."""
 
-    async def scene() -> None:
-        handled: list[str] = []
-        red, blue = (LoopShare(asyncio.get_running_loop(), SLICE_S) for _ in range(2))
-        with contextlib.ExitStack() as stack:
+    handled: list[str] = []
+    red, blue = (LoopShare(asyncio.get_running_loop(), SLICE_S) for _ in range(2))
+    with contextlib.ExitStack() as stack:
 
-            def connect(share: LoopShare, name: str) -> None:
-                one = stack.enter_context(Scene(lambda _: handled.append(name)))
-                one.connection.share = share
-                one.other.sendall(frame(b"x") * FRAMES)
+        def connect(share: LoopShare, name: str) -> None:
+            one = stack.enter_context(Scene(lambda _: handled.append(name)))
+            one.connection.share = share
+            one.other.sendall(frame(b"x") * FRAMES)
 
-            for _ in range(20):
-                connect(red, "red")
-            connect(blue, "blue")
-            await until(lambda: handled.count("blue") == FRAMES)
-            assert handled.count("red") < 1.2 * FRAMES
-            await until(lambda: len(handled) == 21 * FRAMES)
-
-    asyncio.run(scene())
+        for _ in range(20):
+            connect(red, "red")
+        connect(blue, "blue")
+        await until(lambda: handled.count("blue") == FRAMES)
+        assert handled.count("red") < 1.2 * FRAMES
+        await until(lambda: len(handled) == 21 * FRAMES)
 
 
-def test_no_step_for_a_closed_connection(tmp_path: Path) -> None:
+async def test_no_step_for_a_closed_connection(tmp_path: Path) -> None:
     """Processes that connect faster than the threads work must not delay the handshakes of others."""
     ca = authority(tmp_path / "ca")
     own = files(ca, "a")
@@ -286,18 +265,15 @@ def test_no_step_for_a_closed_connection(tmp_path: Path) -> None:
             steps.append(self)
             super().handshake()
 
-    async def main() -> None:
-        busy = threading.Event()
-        with ThreadPoolExecutor(1) as threads, Scene(lambda _: None) as left, Scene(lambda _: None) as closed:
-            threads.submit(busy.wait, LIMIT_S)
-            sessions = [Counted(contexts, server=False) for _ in range(2)]
-            closed.connection.start_tls(sessions[0], threads, lambda error: None)
-            left.connection.start_tls(sessions[1], threads, lambda error: None)
-            closed.connection.close("it took too long")
-            for _ in range(2):
-                await asyncio.sleep(0)  # the loop passes a cancellation on in its next iteration
-            busy.set()
-            await until(lambda: sessions[1] in steps)
-            assert steps == [sessions[1]]
-
-    asyncio.run(main())
+    busy = threading.Event()
+    with ThreadPoolExecutor(1) as threads, Scene(lambda _: None) as left, Scene(lambda _: None) as closed:
+        threads.submit(busy.wait, LIMIT_S)
+        sessions = [Counted(contexts, server=False) for _ in range(2)]
+        closed.connection.start_tls(sessions[0], threads, lambda error: None)
+        left.connection.start_tls(sessions[1], threads, lambda error: None)
+        closed.connection.close("it took too long")
+        for _ in range(2):
+            await asyncio.sleep(0)  # the loop passes a cancellation on in its next iteration
+        busy.set()
+        await until(lambda: sessions[1] in steps)
+        assert steps == [sessions[1]]

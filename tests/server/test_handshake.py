@@ -42,7 +42,7 @@ def test_both_sides_learn_the_location_of_the_other() -> None:
     assert (dialler.location, acceptor.hello.location) == ("rack-2/nvlink-1", "rack-1")
 
 
-@pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()])
+@pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()], ids=["another", "none"])
 def test_another_secret_is_refused(other: Secret) -> None:
     dialler, acceptor = half_way(replace(A, secrets=(other,)))
     with pytest.raises(CredentialRefused, match="'b' did not prove.*'cluster_secret'"):
@@ -64,12 +64,6 @@ def test_a_secret_is_changed_one_node_at_a_time(mine: tuple[Secret, ...], theirs
         if a[0] in b and b[0] in a:
             dialler, acceptor = half_way(replace(A, secrets=a), replace(B, secrets=b))
             acceptor.check(dialler.answer(acceptor.challenge))
-
-
-def test_a_former_secret_is_refused() -> None:
-    dialler, acceptor = half_way(replace(A, secrets=(SECRET,)), replace(B, secrets=(NEW,)))
-    with pytest.raises(CredentialRefused):
-        dialler.answer(acceptor.challenge)
 
 
 def test_another_cluster_is_refused_by_both_sides() -> None:
@@ -115,19 +109,13 @@ def test_a_changed_challenge_is_refused(change: dict[str, Any]) -> None:
         dialler.answer(replace(acceptor.challenge, **change))
 
 
-def test_a_changed_proof_is_refused() -> None:
-    dialler, acceptor = half_way()
-    dialler.answer(acceptor.challenge)
-    with pytest.raises(CredentialRefused):
-        acceptor.check(peer.PeerProof(bytes(32)))
-
-
 def test_a_recorded_handshake_is_refused() -> None:
     dialler, acceptor = half_way()
     recorded = dialler.answer(acceptor.challenge)
     again = Acceptor(B, dialler.hello, b"d" * NONCE_BYTES)
-    with pytest.raises(CredentialRefused):
-        again.check(recorded)
+    for proof in (recorded, peer.PeerProof(bytes(32))):
+        with pytest.raises(CredentialRefused):
+            again.check(proof)
     with pytest.raises(CredentialRefused):
         Dialler(A, "b", b"e" * NONCE_BYTES, purpose="control").answer(acceptor.challenge)
 

@@ -18,7 +18,7 @@ from tokenlake_server.peers.addresses import Endpoint, PeerAddresses, set_tcp_op
 LIMIT_S = 2.0
 
 
-def resolve(addresses: PeerAddresses, node: str, answers: Sequence[str] | None = None) -> Endpoint:
+async def resolve(addresses: PeerAddresses, node: str, answers: Sequence[str] | None = None) -> Endpoint:
     """Resolve once, with a resolver that gives `answers` (IPv4) or fails."""
 
     def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
@@ -27,7 +27,7 @@ def resolve(addresses: PeerAddresses, node: str, answers: Sequence[str] | None =
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, port)) for answer in answers]
 
     with patch.object(socket, "getaddrinfo", getaddrinfo):
-        return asyncio.run(addresses.resolve(node))
+        return await addresses.resolve(node)
 
 
 @pytest.mark.parametrize(
@@ -39,34 +39,34 @@ def resolve(addresses: PeerAddresses, node: str, answers: Sequence[str] | None =
         ("fe80::1%lo", Endpoint(socket.AF_INET6, ("fe80::1", 7440, 0, socket.if_nametoindex("lo")))),
     ],
 )
-def test_a_literal_address_needs_no_resolver(host: str, endpoint: Endpoint) -> None:
+async def test_a_literal_address_needs_no_resolver(host: str, endpoint: Endpoint) -> None:
     addresses = PeerAddresses({"b": Address(host, 7440)})
     assert addresses.last("b") == endpoint
-    assert resolve(addresses, "b") == endpoint == addresses.last("b")
+    assert await resolve(addresses, "b") == endpoint == addresses.last("b")
 
 
-def test_a_host_name_is_resolved_in_every_attempt() -> None:
+async def test_a_host_name_is_resolved_in_every_attempt() -> None:
     addresses = PeerAddresses({"b": Address("b.pool", 7440)})
     with pytest.raises(OSError, match=r"node 'b' \(b.pool:7440\) is not known yet"):
         addresses.last("b")
     with pytest.raises(OSError, match="not known"):
-        resolve(addresses, "b")
-    assert resolve(addresses, "b", ["10.0.0.1"]).address == ("10.0.0.1", 7440)
+        await resolve(addresses, "b")
+    assert (await resolve(addresses, "b", ["10.0.0.1"])).address == ("10.0.0.1", 7440)
     assert addresses.last("b").address == ("10.0.0.1", 7440)
-    assert resolve(addresses, "b", ["10.0.0.2"]).address == ("10.0.0.2", 7440)
+    assert (await resolve(addresses, "b", ["10.0.0.2"])).address == ("10.0.0.2", 7440)
     assert addresses.last("b").address == ("10.0.0.2", 7440)
 
 
-def test_attempts_take_turns_over_the_addresses_of_a_name() -> None:
+async def test_attempts_take_turns_over_the_addresses_of_a_name() -> None:
     addresses = PeerAddresses({"b": Address("b.pool", 7440)})
-    dialled = [resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"]).address[0] for _ in range(4)]
+    dialled = [(await resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"])).address[0] for _ in range(4)]
     assert dialled == ["10.0.0.1", "10.0.0.2"] * 2
 
 
-def test_an_address_that_takes_no_connection() -> None:
+async def test_an_address_that_takes_no_connection() -> None:
     """An address that takes no connection makes way for the next."""
     addresses = PeerAddresses({"b": Address("b.pool", 7440), "c": Address("10.0.0.3", 7440)})
-    resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"])
+    await resolve(addresses, "b", ["10.0.0.1", "10.0.0.2"])
     for expected in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
         endpoint = addresses.last("b")
         assert endpoint.address[0] == expected
@@ -77,14 +77,14 @@ def test_an_address_that_takes_no_connection() -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
-def test_a_name_that_is_no_host_name(host: str) -> None:
+async def test_a_name_that_is_no_host_name(host: str) -> None:
     """The pattern of addresses accepts it, and etcd may name it."""
     addresses = PeerAddresses({"b": Address(host, 7440)})
     with pytest.raises(OSError, match="is no host name"):
-        asyncio.run(addresses.resolve("b"))
+        await addresses.resolve("b")
 
 
-def test_no_work_waits_for_a_silent_resolver() -> None:
+async def test_no_work_waits_for_a_silent_resolver() -> None:
     """Other work does not wait for a resolver that does not answer."""
     names = "bcdef"
     addresses = PeerAddresses({name: Address(f"{name}.pool", 7440) for name in names})
@@ -98,7 +98,7 @@ def test_no_work_waits_for_a_silent_resolver() -> None:
             late.append(host)
         raise socket.gaierror(socket.EAI_AGAIN, "no answer")
 
-    async def scene() -> None:
+    with patch.object(socket, "getaddrinfo", getaddrinfo):
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         waiting = [asyncio.ensure_future(addresses.resolve(name)) for name in names]
         while not asked:
@@ -108,13 +108,10 @@ def test_no_work_waits_for_a_silent_resolver() -> None:
         answered.set()
         await asyncio.wait(waiting)
 
-    with patch.object(socket, "getaddrinfo", getaddrinfo):
-        asyncio.run(scene())
 
-
-def test_nodes_come_move_and_leave() -> None:
+async def test_nodes_come_move_and_leave() -> None:
     addresses = PeerAddresses({"b": Address("b.pool", 1), "c": Address("10.0.0.3", 1)})
-    resolve(addresses, "b", ["10.0.0.1"])
+    await resolve(addresses, "b", ["10.0.0.1"])
     addresses.change({"b": Address("b.pool", 2), "d": Address("10.0.0.4", 1)})
     assert addresses.names == ("b", "d")
     assert len(addresses) == 2
@@ -124,7 +121,7 @@ def test_nodes_come_move_and_leave() -> None:
     with pytest.raises(OSError, match="node 'c'"):
         addresses.last("c")
     with pytest.raises(OSError, match="node 'c'"):
-        resolve(addresses, "c")
+        await resolve(addresses, "c")
 
 
 def test_connections_end_when_the_other_machine_is_gone() -> None:
@@ -141,19 +138,20 @@ def test_connections_end_when_the_other_machine_is_gone() -> None:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7", "b.pool"])
-def test_plain_connections_stay_on_loopback_whatever_etcd_names(host: str) -> None:
+async def test_plain_connections_stay_on_loopback_whatever_etcd_names(host: str) -> None:
     addresses = PeerAddresses({"b": Address(host, 7440)}, loopback_only=True)
     for _ in range(2):
         with pytest.raises(OSError, match="beyond loopback, and this node has no 'certificate'"):
-            resolve(addresses, "b", ["10.0.0.7"])
+            await resolve(addresses, "b", ["10.0.0.7"])
         with pytest.raises(OSError, match="beyond loopback"):
             addresses.last("b")
-    assert resolve(PeerAddresses({"b": Address("::1", 1)}, loopback_only=True), "b").address[0] == "::1"
+    found = await resolve(PeerAddresses({"b": Address("::1", 1)}, loopback_only=True), "b")
+    assert found.address[0] == "::1"
 
 
-def test_the_nodes_at_an_address() -> None:
+async def test_the_nodes_at_an_address() -> None:
     addresses = PeerAddresses({"a": Address("10.0.0.1", 7440), "b": Address("node-b", 7440), "c": None})
     assert addresses.at("10.0.0.2") == []
-    resolve(addresses, "b", ["10.0.0.2", "10.0.0.1"])
+    await resolve(addresses, "b", ["10.0.0.2", "10.0.0.1"])
     assert addresses.at("10.0.0.2") == ["b"]
     assert addresses.at("::ffff:10.0.0.1") == ["a", "b"]

@@ -18,8 +18,8 @@ from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.config import Address
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.peers.connections import _listen
 from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.peers.listeners import open_listener
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.ports import reserve_port
 
@@ -53,7 +53,7 @@ def test_a_name_that_no_other_machine_reaches(
     resolve = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve("127.0.1.1", *rest, **more))
     for host, told in (("gpu-1.example", 1), ("127.0.1.1", 1), ("localhost", 1)):
-        _listen(Address(host, 0), "listen").close()
+        open_listener(Address(host, 0), "listen").close()
         assert caplog.text.count("resolves to 127.0.1.1, an address of its own that no other machine reaches") == told
 
 

@@ -73,7 +73,7 @@ def test_an_engine_without_a_query_engine() -> None:
         assert pool.connected
 
 
-def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start is repeated after any error. It once was not after an error other than OSError, such as a missing
     thread."""
     pytest.importorskip("torch")
@@ -86,15 +86,12 @@ def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         started.set()
         return subprocess.Popen([sys.executable, "-c", ""])
 
-    async def scene() -> None:
-        loop = asyncio.get_running_loop()
-        identity = PeerIdentity("a", 1)
-        query_engine = QueryEngine(Start("", "a", "", 1), identity, PeerAddresses({}), loop)
-        assert await asyncio.to_thread(started.wait, LIMIT_S)
-        await query_engine.close()
-
     monkeypatch.setattr(query_engine_module, "subprocess", SimpleNamespace(Popen=start))
-    asyncio.run(scene())
+    loop = asyncio.get_running_loop()
+    identity = PeerIdentity("a", 1)
+    query_engine = QueryEngine(Start("", "a", "", 1), identity, PeerAddresses({}), loop)
+    assert await asyncio.to_thread(started.wait, LIMIT_S)
+    await query_engine.close()
     assert not failures
 
 

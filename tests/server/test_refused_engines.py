@@ -236,34 +236,28 @@ def pidfds() -> int:
     return count
 
 
-def test_the_list_is_bounded_and_closes_its_descriptors() -> None:
-    async def scene() -> None:
-        refused, counters, process = watched()
-        before = pidfds()
-        for pid in range(MAX_KEPT + 10):
-            process.pid = pid
-            refused.refused(process, "", Reason.TOKEN, "no")
-        assert [each.pid for each in refused.all()] == list(range(10, MAX_KEPT + 10))
-        assert counters[REFUSED_ENGINES] == MAX_KEPT + 10
-        assert pidfds() == before + MAX_KEPT
-        refused.close()
-        assert pidfds() == before
-        process.close()
-
-    asyncio.run(scene())
+async def test_the_list_is_bounded_and_closes_its_descriptors() -> None:
+    refused, counters, process = watched()
+    before = pidfds()
+    for pid in range(MAX_KEPT + 10):
+        process.pid = pid
+        refused.refused(process, "", Reason.TOKEN, "no")
+    assert [each.pid for each in refused.all()] == list(range(10, MAX_KEPT + 10))
+    assert counters[REFUSED_ENGINES] == MAX_KEPT + 10
+    assert pidfds() == before + MAX_KEPT
+    refused.close()
+    assert pidfds() == before
+    process.close()
 
 
-def test_without_a_pidfd_a_process_is_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        refused, _, process = watched()
-        process.close()
-        refused.refused(process, "", Reason.UID, "no")
-        assert len(refused.all()) == 1
-        later = asyncio.get_running_loop().time() + FORGOTTEN_S + 1
-        monkeypatch.setattr(refused, "_loop", type("Later", (), {"time": staticmethod(lambda: later)}))
-        assert refused.all() == []
-
-    asyncio.run(scene())
+async def test_without_a_pidfd_a_process_is_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, _, process = watched()
+    process.close()
+    refused.refused(process, "", Reason.UID, "no")
+    assert len(refused.all()) == 1
+    later = asyncio.get_running_loop().time() + FORGOTTEN_S + 1
+    monkeypatch.setattr(refused, "_loop", type("Later", (), {"time": staticmethod(lambda: later)}))
+    assert refused.all() == []
 
 
 def test_each_reason_has_a_cure_and_is_in_the_runbook() -> None:

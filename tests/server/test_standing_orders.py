@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, store, total, 
 from tokenlake.errors import LayoutRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake_client import Pool
-from tokenlake_server.disk.store import Identity, pack_identity
+from tokenlake_server.disk.directory import Identity, pack_identity
 from tokenlake_server.start.standing_orders import (
     COPY_BYTES,
     MAX_ABSENT,
@@ -35,34 +34,34 @@ def orders_of(*places: Path, tenants: int = 1) -> StandingOrders:
     return orders
 
 
-def saved(orders: StandingOrders) -> list[str]:
-    return asyncio.run(orders.save())
+async def saved(orders: StandingOrders) -> list[str]:
+    return await orders.save()
 
 
-def test_orders_outlive_the_daemon(tmp_path: Path) -> None:
+async def test_orders_outlive_the_daemon(tmp_path: Path) -> None:
     home = tmp_path / "orders"
     orders = orders_of(home)
     orders.retire("red", "w1")
     assert orders.stores("red", "w1", 4096)
     assert not orders.stores("red", "w1", 4096)
     orders.drop("/disk", Drop("red", 8192))
-    assert saved(orders) == []
+    assert await saved(orders) == []
     again = orders_of(home)
     assert again.is_retired("red", "w1")
     assert not again.is_retired("blue", "w1")
     assert again.sizes("red", "w1") == [4096]
     assert again.drops("/disk") == [Drop("red", 8192)]
     again.dropped("/disk", [Drop("red", 8192)])
-    assert saved(again) == []
+    assert await saved(again) == []
     assert orders_of(home).drops("/disk") == []
     assert home.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("copy", [0, COPY_BYTES])
-def test_one_damaged_copy_costs_nothing(copy: int, tmp_path: Path) -> None:
+async def test_one_damaged_copy_costs_nothing(copy: int, tmp_path: Path) -> None:
     orders = orders_of(tmp_path / "orders")
     orders.retire("red", "w1")
-    saved(orders)
+    await saved(orders)
     data = bytearray((tmp_path / "orders").read_bytes())
     for at in (0, 9, 30, 60):
         data[copy + at] ^= 1
@@ -71,14 +70,14 @@ def test_one_damaged_copy_costs_nothing(copy: int, tmp_path: Path) -> None:
         data[copy + at] ^= 1
 
 
-def test_a_write_that_is_cut_off_leaves_one_version(tmp_path: Path) -> None:
+async def test_a_write_that_is_cut_off_leaves_one_version(tmp_path: Path) -> None:
     home = tmp_path / "orders"
     orders = orders_of(home)
     orders.retire("red", "w1")
-    saved(orders)
+    await saved(orders)
     before = home.read_bytes()
     orders.retire("red", "w2")
-    saved(orders)
+    await saved(orders)
     after = home.read_bytes()
     chance = random.Random(0)
     for _ in range(50):
@@ -88,7 +87,7 @@ def test_a_write_that_is_cut_off_leaves_one_version(tmp_path: Path) -> None:
         assert orders_of(home).is_retired("red", "w1")
 
 
-def test_each_place_is_enough(tmp_path: Path) -> None:
+async def test_each_place_is_enough(tmp_path: Path) -> None:
     """Retired weights are those of all files; removals are those of the newest one."""
     one, two = tmp_path / "one", tmp_path / "two"
     for each in (one, two):
@@ -96,7 +95,7 @@ def test_each_place_is_enough(tmp_path: Path) -> None:
     orders = orders_of(tmp_path / "home", one, two)
     orders.retire("red", "w1")
     orders.drop("/disk", Drop("red"))
-    assert saved(orders) == []
+    assert await saved(orders) == []
     for kept in (tmp_path / "home", one / "orders", two / "orders"):
         found = orders_of(kept)
         assert found.is_retired("red", "w1")
@@ -106,13 +105,13 @@ def test_each_place_is_enough(tmp_path: Path) -> None:
     assert orders_of(tmp_path / "home", one, two).is_retired("red", "w1")
 
 
-def test_a_newer_file_that_comes_late_replaces_no_order(tmp_path: Path) -> None:
+async def test_a_newer_file_that_comes_late_replaces_no_order(tmp_path: Path) -> None:
     """The file of the state directory is lost, and a device answers after an eviction."""
     disk, away = tmp_path / "disk", tmp_path / "away"
     disk.mkdir()
     orders = orders_of(tmp_path / "lost", disk)
     for _ in range(3):
-        saved(orders)
+        await saved(orders)
     disk.rename(away)
     orders = orders_of(tmp_path / "home", disk)
     orders.drop(str(disk), Drop("red"))
@@ -123,20 +122,20 @@ def test_a_newer_file_that_comes_late_replaces_no_order(tmp_path: Path) -> None:
     assert not orders.waiting
 
 
-def test_removals_wait_for_a_directory_that_left(tmp_path: Path) -> None:
+async def test_removals_wait_for_a_directory_that_left(tmp_path: Path) -> None:
     """It may come back at its path or at another one."""
     one, two = (str(tmp_path / each) for each in ("one", "two"))
     orders = orders_of(tmp_path / "home", Path(one))
     assert orders.use(one)
     assert not orders.use(one)
-    saved(orders)
+    await saved(orders)
     orders = orders_of(tmp_path / "home", Path(two))
     assert orders.use(two)
     orders.drop_absent(Drop("red"))
     assert orders.drops(two) == []
     assert orders.drops(one) == orders.drops("/mnt/new") == [Drop("red")]
     assert not [each for each in orders.gauges() if each.values == (one,)]
-    saved(orders)
+    await saved(orders)
     orders = orders_of(tmp_path / "home", Path(one), Path(two))
     assert orders.drops(one) == [Drop("red")]
     for number in range(MAX_ABSENT + 1):
@@ -146,34 +145,34 @@ def test_removals_wait_for_a_directory_that_left(tmp_path: Path) -> None:
     assert orders.drops("/1") == [Drop("blue")]
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     orders = orders_of(tmp_path / "missing" / "orders", tmp_path)
     orders.retire("red", "w1")
-    (problem,) = saved(orders)
+    (problem,) = await saved(orders)
     assert problem == f"{tmp_path / 'missing' / 'orders'}: No such file or directory"
     assert orders_of(tmp_path / "orders").is_retired("red", "w1")
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_link_is_no_file_of_orders(link: object, tmp_path: Path) -> None:
+async def test_a_link_is_no_file_of_orders(link: object, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     assert callable(link)
     link(tmp_path / "victim", tmp_path / "orders")
     orders = orders_of(tmp_path / "orders")
     orders.retire("red", "w1")
-    assert len(saved(orders)) == 1
+    assert len(await saved(orders)) == 1
     assert (tmp_path / "victim").read_text() == "precious"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
-def test_a_file_of_another_user_is_not_used(tmp_path: Path) -> None:
+async def test_a_file_of_another_user_is_not_used(tmp_path: Path) -> None:
     orders_of(tmp_path / "orders")
     os.chown(tmp_path / "orders", 65534, 65534)
     orders = orders_of(tmp_path / "orders")
-    assert saved(orders) == [f"{tmp_path / 'orders'}: it belongs to another user"]
+    assert await saved(orders) == [f"{tmp_path / 'orders'}: it belongs to another user"]
 
 
-def test_the_orders_have_limits(tmp_path: Path) -> None:
+async def test_the_orders_have_limits(tmp_path: Path) -> None:
     orders = orders_of(tmp_path / "orders")
     for number in range(MAX_RETIRED + 1):
         orders.retire("red", str(number))
@@ -200,7 +199,7 @@ def test_the_orders_have_limits(tmp_path: Path) -> None:
     assert orders.drops(others[16]) == [Drop("blue")]
     for disk in disks:
         disk.mkdir()
-    assert saved(orders) == []
+    assert await saved(orders) == []
 
 
 # -- with daemons

@@ -68,9 +68,8 @@ def test_a_traceback_forges_no_line_of_the_log() -> None:
 @pytest.mark.live
 def test_files_of_a_daemon_are_for_its_user_only(tmp_path: Path) -> None:
     with daemons(state_directory=str(tmp_path)) as cluster:
-        node = cluster.nodes[0]
-        assert node.stop() == 0
-    assert _mode(tmp_path / f"learned-{node.name}") == 0o600
+        assert cluster.nodes[0].stop() == 0
+    assert _mode(tmp_path / f"orders-{cluster.nodes[0].name}") == 0o600
 
 
 def _mode(path: Path) -> int:

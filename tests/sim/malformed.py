@@ -216,8 +216,6 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
         yield events.FetchDone(fetch, codes, checksums, True, b"\1" * count)
     yield events.RegionReady(-1)
     yield events.RegionReady(0)
-    yield events.StatisticsLoaded(b"")
-    yield events.StatisticsLoaded(b"junk")
     for request in (engine.Match(1, KEY, 0.0), peer.AdvertisingDone()):
         yield events.ExplainRequested(connection, "red", request)  # type: ignore[arg-type]
     for fields in ((-1, 1, 1.0, 1.0), (0, -1, 1.0, 1.0), (0, 1, math.nan, 1.0), (0, 1, 1.0, math.inf)):

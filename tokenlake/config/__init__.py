@@ -13,6 +13,7 @@ from tokenlake.config.values import (
     Secret,
     Tenant,
     format_size,
+    is_loopback,
     parse_address,
     parse_size,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Settings",
     "Tenant",
     "format_size",
+    "is_loopback",
     "load_config",
     "parse_address",
     "parse_size",

@@ -14,17 +14,23 @@ from typing import Any
 
 import msgspec
 
-from tokenlake.config.kinds import HUGE_PAGE, MAX_SOCKET_PATH, is_loopback, is_own_address
+from tokenlake.config.kinds import HUGE_PAGE
 from tokenlake.config.server import ServerConfig
 from tokenlake.config.setting import DEFAULT, Given, PlainRefusal, describe, read, refusal, settings_of
 from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
-from tokenlake.config.values import Address, format_size, parse_address
+from tokenlake.config.values import (
+    MAX_SOCKET_PATH,
+    Address,
+    format_size,
+    is_loopback,
+    is_own_address,
+    parse_address,
+)
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire.fields import MAX_ADDRESSES
 from tokenlake.wire.local_socket import default_socket
 
 PREFIX = "TOKENLAKE_"
-"""Bytes that Linux allows in the address of a Unix socket."""
 USUAL_REGIONS, USUAL_REGION, MOST_REGIONS = 64, 1 << 30, 512
 """`region_size`: memory in 64 parts, so that pools get what they use; parts of 1 GiB from 64 GiB on, because a part is
 prepared as a whole before it is used; 512 parts from 512 GiB on, because each takes two descriptors."""
@@ -34,24 +40,9 @@ OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
 """Prefix of the defaults of an operator's commands, such as the certificate. A daemon ignores them."""
 ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
 """Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
-ENGINE_SETTINGS = frozenset(
-    {
-        "call_ms",
-        "credential",
-        "daemon_uid",
-        "fetch_ms",
-        "load",
-        "match_ms",
-        "salt",
-        "save",
-        "segment_tokens",
-        "serve_inexact",
-        "verify",
-        "weigh_loads",
-        "weights_digest",
-        "write_patience_s",
-        "write_queue",
-    }
+ENGINE_SETTINGS = (
+    *("call_ms", "credential", "daemon_uid", "fetch_ms", "load", "match_ms", "salt", "save", "segment_tokens"),
+    *("serve_inexact", "verify", "weigh_loads", "weights_digest", "write_patience_s", "write_queue"),
 )
 """The settings of engines that a daemon does not have."""
 OF_ENGINES = (

@@ -3,22 +3,19 @@
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from tokenlake.config import kinds
+from tokenlake.config.kinds import Place, Seconds, Share
 from tokenlake.config.setting import Setting
-from tokenlake.location import NOWHERE, Location
-
-_SHARE = kinds.real(0.01, 1, "a share of the slots")
-_SECONDS = kinds.real(0.1, 3600, "seconds")
+from tokenlake.location import NOWHERE
 
 
 class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Times are in seconds; shares are fractions of the node's slots."""
 
     location: Annotated[
-        Location,
+        Place,
         Setting(
-            kinds.location(),
             "where this node is, as labels of domains whose nodes have faster links to each other than to others, the "
             "widest first: `row-2/rack-7/nvlink-1` ([locations](operations.md#locations-of-nodes))",
             why="all links are taken for equally fast",
@@ -26,25 +23,22 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = NOWHERE
     lease_s: Annotated[
-        float,
+        Seconds,
         Setting(
-            _SECONDS,
             "time without a heartbeat after which an engine's session expires; engines send three in this time",
             why="two heartbeats may be lost, and the leases of a dead engine end soon",
         ),
     ] = 10.0
     reservation_s: Annotated[
-        float,
+        Seconds,
         Setting(
-            _SECONDS,
             "time between prepare and commit, after which a reservation expires",
             why="longer than the prefill of a long prompt",
         ),
     ] = 30.0
     cached_share: Annotated[
-        float,
+        Share,
         Setting(
-            _SHARE,
             "share up to which cached copies may displace primary copies; above it they may only while all cached "
             "copies are in use",
             why="enough for the segments that an engine reads and writes at a time; each further cached copy takes the "
@@ -52,50 +46,47 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.03
     dirty_share: Annotated[
-        float,
+        Share,
         Setting(
-            _SHARE,
             "limit of slots that are being written; above it a store is refused",
             why="half of the memory stays for segments that are read; one engine may store two fifths of it",
         ),
     ] = 0.45
     session_lease_share: Annotated[
-        float,
+        Share,
         Setting(
-            _SHARE,
             "limit of slots that matches lease to one session; the session's fetches may lease half of the other slots "
             "in addition",
             why="other sessions can always lease some slots",
         ),
     ] = 0.95
     session_reserve_share: Annotated[
-        float,
+        Share,
         Setting(
-            _SHARE,
             "limit of slots that one session has reserved",
             why="less than `dirty_share`, so that one engine does not keep the others from storing",
         ),
     ] = 0.40
     background_share: Annotated[
         float,
+        Meta(ge=0.01, le=0.99, description="a share of the bytes that come in from other nodes"),
         Setting(
-            kinds.real(0.01, 0.99, "a share of the bytes that come in from other nodes"),
             "share of segments that other nodes hand over while engines of this node read from other nodes",
             why="the same as for reads; with less, the other nodes evict segments before they are handed over",
         ),
     ] = 0.5
     disk_writes_per_day: Annotated[
         float,
+        Meta(ge=0, le=1000, description="writes of the whole size per day"),
         Setting(
-            kinds.real(0, 1000, "writes of the whole size per day"),
             "budget of writes to each device of `disk`, in multiples of its size there per day; 0: no limit",
             why="drives for reading are rated for 1 write of their capacity per day, for mixed use 3",
         ),
     ] = 3.0
     max_sessions: Annotated[
         int,
+        Meta(ge=1, le=65536),
         Setting(
-            kinds.whole(1, 65536),
             "limit of engines that are connected at a time; each of several tenants may have an equal part",
             why="8 engines of 8 ranks, with room for restarts; the limit bounds file descriptors and maps",
         ),

@@ -1,41 +1,56 @@
 """The settings of a daemon. Each is declared only here or in `rules.py`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from tokenlake.config import kinds
+from msgspec import Meta
+
+from tokenlake.config.kinds import (
+    AbsolutePath,
+    AddressText,
+    Cluster,
+    Disks,
+    Endpoints,
+    KvEvents,
+    Name,
+    OptionalAddress,
+    OptionalSocketPath,
+    Password,
+    Path,
+    Peers,
+    Secrets,
+    Size,
+    SocketPath,
+    Tenants,
+    Uids,
+)
 from tokenlake.config.rules import RuleSettings
 from tokenlake.config.setting import Setting
-from tokenlake.config.values import Address, Disk, KvEventStream, Peer, Secret, Tenant
+from tokenlake.config.values import Secret
 from tokenlake.wire.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY
 
-_MILLISECONDS = kinds.real(1, 600_000, "milliseconds")
-_SIZE = kinds.size(64 << 10, 1 << 50, multiple=kinds.PAGE)
+Milliseconds = Annotated[float, Meta(ge=1, le=600_000, description="milliseconds")]
 
 
 class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     """Sizes are in bytes; names of other quantities end in their unit. Made by `load_config`."""
 
     node: Annotated[
-        str,
+        Name,
         Setting(
-            kinds.name(),
             "name of this node, the same after every restart",
             why="enough for a single node; each of several nodes needs its own name",
         ),
     ] = DEFAULT_NODE
     memory: Annotated[
-        int,
+        Size,
         Setting(
-            _SIZE,
             "size of the arena; the daemon checks that it is available and populates all of it before it serves",
             why="32,768 tokens of an 8B model, or 13,056 of a 70B one",
         ),
     ] = 4 << 30
     socket: Annotated[
-        str,
+        SocketPath,
         Setting(
-            # Linux allows 107 bytes in the address of a Unix socket.
-            kinds.path("a path of 1 to 107 bytes", longest=107),
             "local socket that engines connect to, mode 0660 ([place and trust](#the-local-socket))",
             why="other users cannot create files in a runtime directory, and clients look in all three",
             default="`tokenlake-NODE.sock` in `/run/tokenlake` (root, or a service for which systemd made that "
@@ -43,17 +58,15 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = f"{SYSTEM_DIRECTORY}/tokenlake-{DEFAULT_NODE}.sock"
     listen: Annotated[
-        str,
+        AddressText,
         Setting(
-            kinds.address(),
             "address for other daemons; port 0 chooses a free port; beyond loopback only with `certificate`",
             why="loopback, because without certificates connections are not encrypted",
         ),
     ] = "127.0.0.1:7440"
     peers: Annotated[
-        tuple[Peer, ...],
+        Peers,
         Setting(
-            kinds.peers(),
             "nodes of the pool; all nodes may be given the same list, which then contains this node too. The sizes are "
             "the weights in the ring; without sizes all nodes have the same weight",
             why="no peers: a single node",
@@ -61,9 +74,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     advertise: Annotated[
-        str,
+        OptionalAddress,
         Setting(
-            kinds.address(optional=True),
             "address at which other nodes reach this one, where it differs from `listen` (NAT, containers); other "
             "nodes read it from etcd or from `peers`, where the entry of this node must have it",
             why="most nodes are reached where they listen",
@@ -71,9 +83,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ""
     bulk_listen: Annotated[
-        tuple[Address, ...],
+        Endpoints,
         Setting(
-            kinds.endpoints(),
             "further addresses of this machine at which other nodes read segments, one for each further network "
             "interface: IP addresses with ports, at most 8; reads spread over them and `listen`",
             why="most machines have one network interface for the pool",
@@ -81,9 +92,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     etcd: Annotated[
-        tuple[Address, ...],
+        Endpoints,
         Setting(
-            kinds.endpoints(),
             "endpoints of the etcd that stores the members, in place of `peers`; needs `pip install "
             "'tokenlake[etcd]'` and etcd 3.5.13 or later",
             why="a laptop needs no etcd",
@@ -91,39 +101,33 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     etcd_ca: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("a path, or nothing", optional=True),
             "file with the certificates that may sign etcd's, in PEM; with it connections to etcd use TLS",
             why="etcd on loopback needs none",
         ),
     ] = ""
     etcd_certificate: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("a path, or nothing", optional=True),
             "file with the certificate by which etcd knows this node, in PEM",
             why="etcd asks for one only with `--client-cert-auth`",
         ),
     ] = ""
     etcd_key: Annotated[
-        str,
-        Setting(
-            kinds.path("a path, or nothing", optional=True), "file with the key of `etcd_certificate`", why="as there"
-        ),
+        Path,
+        Setting("file with the key of `etcd_certificate`", why="as there"),
     ] = ""
     etcd_user: Annotated[
-        str,
+        Annotated[str, Meta(max_length=256, description="a name, or nothing")],
         Setting(
-            kinds.path("a name, or nothing", optional=True, longest=256),
             "user of etcd, where its authentication is on; it needs the keys below `/tokenlake/CLUSTER/`",
             why="etcd has no users at first",
         ),
     ] = ""
     etcd_password: Annotated[
-        Secret,
+        Password,
         Setting(
-            kinds.password(),
             "password of `etcd_user`; from the file or the environment",
             why="as there",
             default="none",
@@ -132,8 +136,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     ] = Secret()
     drain_s: Annotated[
         float,
+        Meta(ge=0, le=86_400, description="seconds"),
         Setting(
-            kinds.real(0, 86_400, "seconds"),
             "limit of the time in which this node hands its segments over before it leaves the ring. Above 0, SIGTERM "
             "lets the node leave; at 0 it ends the daemon at once, the node stays a member, and `tokenlake drain` has "
             "a limit of 60 s. Needs `etcd`",
@@ -141,9 +145,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = 0.0
     metrics: Annotated[
-        str,
+        OptionalAddress,
         Setting(
-            kinds.address(optional=True),
             "address of the metrics and health pages, another one for each daemon of a machine; empty turns them off. "
             "The pages can only be read, by everyone who reaches the address",
             why="other machines cannot read the pages; every user of this machine can",
@@ -152,16 +155,14 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     metrics_tenants: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "show the names of tenants on the metrics page also where `metrics` is no loopback address; otherwise "
             "tenants are shown there by their number in the list",
             why="names of tenants may be names of customers",
         ),
     ] = False
     control: Annotated[
-        str,
+        OptionalAddress,
         Setting(
-            kinds.address(optional=True),
             "address of the control plane (gRPC) for other machines, with mutual TLS: callers need a certificate with "
             "a role ([roles](operations.md#the-control-plane)); needs `certificate` and "
             "`pip install 'tokenlake[control]'`",
@@ -169,9 +170,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ""
     control_socket: Annotated[
-        str,
+        OptionalSocketPath,
         Setting(
-            kinds.path("a path of at most 107 bytes, or nothing", longest=107, optional=True),
             "Unix socket of the control plane (gRPC) for the operator of this node: mode 0600, for the daemon's user "
             "and root; empty turns it off. Without grpcio the daemon runs without it",
             why="beside the socket of engines",
@@ -179,34 +179,30 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = f"{SYSTEM_DIRECTORY}/tokenlake-{DEFAULT_NODE}.control"
     region_size: Annotated[
-        int,
+        Size,
         Setting(
-            _SIZE,
             "size of the parts of memory (regions) that pools of tenants and models get, rounded to whole segments",
             why="a pool that needs memory gets about a 64th of it at a time, and a large node has few descriptors open",
             default="`memory` / 64, at least `64MiB`, at most `1GiB` or `memory` / 512",
         ),
     ] = 64 << 20
     match_deadline_ms: Annotated[
-        float,
+        Milliseconds,
         Setting(
-            _MILLISECONDS,
             "time that a match waits for answers of other nodes, beside 20 us for each segment of the prompt",
             why="computing one segment takes longer than this, so that a wait costs less than a miss",
         ),
     ] = 20.0
     suspect_ms: Annotated[
-        float,
+        Milliseconds,
         Setting(
-            _MILLISECONDS,
             "time without an answer to a ping after which a peer is SUSPECT",
             why="ten slow round trips under load",
         ),
     ] = 250.0
     disk: Annotated[
-        tuple[Disk, ...],
+        Disks,
         Setting(
-            kinds.disks(),
             "devices of the disk tier: an existing directory of each, for this node alone, and the most bytes that it "
             "may take, else 95 % of the free space ([the disk tier](operations.md#the-disk-tier))",
             why="no directory is known to be on a fast device; caches on disk outlive the daemon",
@@ -214,9 +210,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     disk_keys: Annotated[
-        tuple[Secret, ...],
+        Secrets,
         Setting(
-            kinds.secrets(),
             "keys that encrypt the segments in `disk`, from the file or the environment: the first one for new "
             "segments, each for those that were written with it; without keys segments are not encrypted",
             why="the files are readable for the daemon's user only; a key beside them protects a device that is sold "
@@ -227,8 +222,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     ] = ()
     disk_save_s: Annotated[
         float,
+        Meta(ge=0, le=3600, description="seconds"),
         Setting(
-            kinds.real(0, 3600, "seconds"),
             "limit of the time in which SIGTERM lets the daemon write segments to `disk` that are in memory only; at 0 "
             "they are lost",
             why="Kubernetes and systemd kill a daemon that takes longer than 30 or 90 s to end",
@@ -237,24 +232,21 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     huge_pages: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "back the arena with huge pages of 2 MiB; not with several tenants, of which one could end the daemon",
             why="the administrator must reserve huge pages first",
         ),
     ] = False
     allow_uids: Annotated[
-        tuple[int, ...],
+        Uids,
         Setting(
-            kinds.uids(),
             "users that may connect to the socket; a list replaces the default",
             why="only the daemon's user",
             default="the daemon's own",
         ),
     ] = ()
     tenants: Annotated[
-        tuple[Tenant, ...],
+        Tenants,
         Setting(
-            kinds.tenants(),
             "tenants, each with `name`, `secret` (16 to 64 bytes in hexadecimal, the same on every node), `uids`, "
             "`tokens` and `quota` (limit of its share of a node's memory, above 0 to 1, default 1; at least one "
             "region); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
@@ -264,9 +256,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     kv_events: Annotated[
-        tuple[KvEventStream, ...],
+        KvEvents,
         Setting(
-            kinds.kv_events(),
             "streams of KV events for routers, each with `model`, `endpoint`, `replay`, `tenant`, `topic`, "
             "`block_tokens`, `medium`, `encoding`, `uids` and `beyond_loopback`: they show the tokens of prompts; from "
             "the file only ([example](operations.md#routers-see-the-pool))",
@@ -276,18 +267,16 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ()
     cluster: Annotated[
-        str,
+        Cluster,
         Setting(
-            kinds.cluster(),
             "name of the cluster, the same on all nodes; nodes of different clusters refuse each other; part of the "
             "identity in certificates",
             why="enough where there is one cluster",
         ),
     ] = "tokenlake"
     certificate: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("a path, or nothing", optional=True),
             "PEM file with the certificate of this node, for the URI `spiffe://CLUSTER/tokenlake/node/NODE`, and any "
             "intermediate certificates; with `key` and `ca` all connections between nodes are encrypted "
             "([certificates](operations.md#certificates))",
@@ -295,17 +284,15 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = ""
     key: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("a path, or nothing", optional=True),
             "PEM file with the private key of `certificate`, which other users cannot read",
             why="see `certificate`",
         ),
     ] = ""
     ca: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("a path, or nothing", optional=True),
             "PEM file with the certificates of the authorities (CAs) that sign the certificates of nodes, one or more",
             why="see `certificate`",
         ),
@@ -313,16 +300,14 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     unencrypted_beyond_loopback: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "accept and open plain connections with other machines although there is no `certificate`: every machine "
             "on the way can read and change all caches",
             why="a cache holds the content of prompts",
         ),
     ] = False
     transport: Annotated[
-        str,
+        Literal["auto", "tcp", "nixl"],
         Setting(
-            kinds.one_of("auto", "tcp", "nixl"),
             "how the bytes of segments come from other nodes: `tcp`, or with NIXL (RDMA) where both nodes have it and "
             "have an RDMA network, or a machine, in common, and TCP elsewhere. `auto` uses NIXL where it is installed; "
             "`nixl` refuses to start without it. NIXL needs `fabric`",
@@ -330,18 +315,16 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     fabric: Annotated[
-        str,
+        Literal["untrusted", "trusted"],
         Setting(
-            kinds.one_of("untrusted", "trusted"),
             "`trusted`: everyone on the network by which memory can be read may read all caches of this node. NIXL is "
             "used only then, since it does not encrypt, also with a `certificate`",
             why="a cache holds the content of prompts",
         ),
     ] = "untrusted"
     cluster_secret: Annotated[
-        tuple[Secret, ...],
+        Secrets,
         Setting(
-            kinds.secrets(),
             "secrets by which daemons without `certificate` authenticate each other, from the file or the environment: "
             "the first one proves this node, and each is accepted from others; required with `peers` and `tenants` "
             "where there is no `certificate`",
@@ -353,26 +336,22 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     query_engine: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "run a query engine, a process that computes attention over the segments of this node; needs "
             "`pip install 'tokenlake[query]'`",
             why="it needs torch, and shares memory bandwidth and processors with the engines of this node",
         ),
     ] = False
     state_directory: Annotated[
-        str,
+        AbsolutePath,
         Setting(
-            kinds.path("an absolute path, or nothing", absolute=True, optional=True),
-            "existing directory for the file `learned-NODE`, which keeps the statistics of the eviction policy over a "
-            "restart; empty: none are kept",
-            why="no directory is known to be writable, permanent and this node's own, and statistics are learned again "
-            "within minutes",
+            "existing directory for the file `orders-NODE`, which keeps evictions and retired weights over a restart "
+            "([where else](operations.md#evictions-and-retired-weights))",
+            why="no directory is known to be writable, permanent and this node's own",
         ),
     ] = ""
     log_level: Annotated[
-        str,
+        Literal["debug", "info", "warning", "error"],
         Setting(
-            kinds.one_of("debug", "info", "warning", "error"),
             "least level of the messages that are logged; debug logs each request with its name",
             why="logging a line takes longer than many requests",
         ),

@@ -1,15 +1,16 @@
 """The declaration of a setting, and the functions that follow from declarations.
 
-A table of settings is a frozen `msgspec.Struct`. Each field is `Annotated` with a `Setting`: its kind (type, unit and
-bounds), its meaning, and the reason of its default. The flag, the variable, the TOML key, the check, the line of
-`tokenlake config show` and the row of the reference page are made from it::
+A table of settings is a frozen `msgspec.Struct`. Each field is `Annotated`: its type says which values it takes
+(`kinds.py`), and a `Setting` its meaning and the reason of its default. The flag, the variable, the TOML key, the
+check, the line of `tokenlake config show` and the row of the reference page are made from both::
 
     class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-        lease_s: Annotated[float, Setting(kinds.real(0.1, 3600, "seconds"), "meaning", why="reason")] = 10.0
+        lease_s: Annotated[Seconds, Setting("meaning", why="reason")] = 10.0
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -21,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tokenlake.config.kinds import Kind
+from tokenlake.config.kinds import Form, Kind
 from tokenlake.config.values import MASK
 from tokenlake.errors import ConfigurationError
 
@@ -48,12 +49,14 @@ class PlainRefusal(ConfigurationError):
         self.cure = cure
 
 
+_UNKNOWN = Kind(object, "", Form())
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """`meaning` and `why` are phrases without a final dot, for the reference; `meaning` is also the text of
     `--help`."""
 
-    kind: Kind
     meaning: str
     why: str
     """The reason for the default value, a phrase for the reference page."""
@@ -61,6 +64,8 @@ class Setting:
     """Description of a default that is computed; empty: the reference shows the default of the field."""
     secret: bool = False
     """The value is never shown, and there is no flag, because other users of a machine can read a command line."""
+    kind: Kind = _UNKNOWN
+    """What the annotation says of the values; `settings_of` fills it in."""
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def settings_of(table: type[msgspec.Struct]) -> Mapping[str, Setting]:
         declared = [each for each in getattr(hints[name], "__metadata__", ()) if isinstance(each, Setting)]
         if len(declared) != 1 or fields[name].required:
             raise TypeError(f"{table.__name__}.{name} needs a default and one Setting")
-        found[name] = declared[0]
+        found[name] = dataclasses.replace(declared[0], kind=Kind.of(hints[name]))
     return found
 
 

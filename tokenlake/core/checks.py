@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import events
-from tokenlake.core.cluster.learned import Learned
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
@@ -52,7 +51,6 @@ class Checks:
         transfers: Transfers,
         serving: Serving,
         regions: Regions,
-        learned: Learned,
         disk: Disk,
     ) -> None:
         self._context = context
@@ -74,7 +72,6 @@ class Checks:
             events.SendDone: _any,
             events.SlotChecked: _any,
             events.RegionReady: lambda e: regions.check_ready(e.region),
-            events.StatisticsLoaded: lambda e: learned.check(e.data),
             events.RingChanged: _any,
             events.LocateRequested: lambda e: _packed(e, MAX_LOCATED),
             events.HintGiven: lambda e: _packed(e, MAX_LOCATED),

@@ -120,13 +120,6 @@ class RegionReady(_Event, frozen=True, tag=10):
     region: int
 
 
-class StatisticsLoaded(_Event, frozen=True, tag=12):
-    """Statistics of the eviction policy that an earlier process of this node saved (`NodeCore.learned`); if they exist,
-    this is the first event."""
-
-    data: bytes
-
-
 class ExplainRequested(_Event, frozen=True, tag=13):
     """A process whose credential belongs to `tenant` asks how a request used the pool; it need not have joined a
     session."""
@@ -266,7 +259,6 @@ Event = (
     | SendDone
     | SlotChecked
     | RegionReady
-    | StatisticsLoaded
     | RingChanged
     | ExplainRequested
     | LocateRequested

@@ -149,7 +149,6 @@ class NodeCore:
             self._transfers,
             self._serving,
             self._regions,
-            self._learned,
             self._disk,
         )
         self._handlers: dict[type, Callable[..., None]] = {
@@ -167,7 +166,6 @@ class NodeCore:
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
             events.RegionReady: lambda e: self._regions.ready(e.region),
-            events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
             events.RingChanged: lambda e: self._ring_change.changed(e.record),
             events.LocateRequested: lambda e: self._survey.locate(
                 e.request, TenantId(e.tenant), e.keys, e.deadline_s, e.disks
@@ -285,10 +283,6 @@ class NodeCore:
     def recent_requests(self) -> list[RecentRequest]:
         """The newest requests of this node, the oldest first."""
         return self._explain.recent()
-
-    def learned(self) -> bytes:
-        """Statistics of the eviction policy, for `events.StatisticsLoaded` after a restart. Changes nothing."""
-        return self._learned.save()
 
     def start(self, now: float) -> None:
         """Start the timers of the rules at the time `now`, in seconds. The driver calls it once, before the first

@@ -27,7 +27,6 @@ from tokenlake.errors import (
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.dial import dial
-from tokenlake_proto.standard import health_pb2
 from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
 from tokenlake_proto.v1.admin_pb2_grpc import AdminStub
 from tokenlake_proto.v1.events_pb2_grpc import EventsStub
@@ -92,11 +91,6 @@ class Control:
         self._scheduling = SchedulingStub(channel)
         self._admin = AdminStub(channel)
         self._events = EventsStub(channel)
-        self._health = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
 
     @classmethod
     def local(
@@ -159,11 +153,6 @@ class Control:
         `max_s` (0: 1 s)."""
         message = admin_pb2.MeasurePeerRequest(node=node, max_bytes=max_bytes, max_s=max_s)
         return list(self._ask(self._admin.MeasurePeer, message, CHANGE_S).paths)
-
-    def health(self, service: str = "") -> bool:
-        """True if the service `service` of the daemon serves."""
-        reply = self._ask(self._health, health_pb2.HealthCheckRequest(service=service))
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     # -- changes
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from tokenlake.config import ROUTER_PREFIX, Peer, kinds
+from tokenlake.config import ROUTER_PREFIX
+from tokenlake.config.kinds import Controls, Name, OptionalUid, Path, Text
 from tokenlake.config.setting import Setting, read
 from tokenlake.config.sources import of_environment
 
@@ -17,9 +19,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The plug-in's settings. `read_settings` makes this object and checks the values. Names end in their unit."""
 
     control: Annotated[
-        tuple[str | Peer, ...],
+        Controls,
         Setting(
-            kinds.controls(),
             "control planes of daemons, in the order of preference: the path of a control socket on this machine, or "
             "NODE=HOST:PORT. A request is asked of the first one that answers and knows the model",
             why="a daemon with the default name needs no setting",
@@ -27,42 +28,37 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     certificate: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("the path of a file, or nothing", optional=True),
             "certificate of the router (PEM), with the role `scheduler`; for control planes at HOST:PORT",
             why="a control socket on this machine needs none",
         ),
     ] = ""
     key: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("the path of a file, or nothing", optional=True),
             "its private key (PEM)",
             why="a control socket on this machine needs none",
         ),
     ] = ""
     ca: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("the path of a file, or nothing", optional=True),
             "certificate of the authority of the daemons' certificates (PEM)",
             why="a control socket on this machine needs none",
         ),
     ] = ""
     daemon_uid: Annotated[
-        int | None,
+        OptionalUid,
         Setting(
-            kinds.optional(kinds.whole(0, (1 << 32) - 2)),
             "user that the daemon of a control socket runs as",
             why="root, the router's user and the owner of `/run/tokenlake` are trusted without it",
             default="none",
         ),
     ] = None
     credential: Annotated[
-        str | None,
+        Text | None,
         Setting(
-            kinds.optional(kinds.text()),
             "token of the tenant",
             why="a pool with one tenant needs none, and a certificate may name the tenant",
             default="none",
@@ -70,26 +66,24 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     fleet: Annotated[
-        str,
+        Name,
         Setting(
-            kinds.name(),
             "name under which the daemon keeps the requests under way; all routers that share instances have the same",
             why="most pools serve one fleet",
         ),
     ] = "default"
     deadline_ms: Annotated[
         float,
+        Meta(ge=1, le=60_000, description="milliseconds"),
         Setting(
-            kinds.real(1, 60_000, "milliseconds"),
             "longest time that a choice may add to a request, for its tokens and the pool's answer together; then the "
             "router chooses by its own strategy",
             why="short beside the prefill of a prompt for which a choice matters",
         ),
     ] = 200.0
     tokenizer: Annotated[
-        str,
+        Path,
         Setting(
-            kinds.path("the path of a directory, or nothing", optional=True),
             "directory of the model's tokenizer, which is then loaded in the router (needs transformers); for fleets "
             "of one model. Chats are rendered as vLLM 0.32 does (arguments of tool calls, parts of text, tools); what "
             "the plug-in does not know how to render is left to `/tokenize`",
@@ -98,9 +92,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     salt: Annotated[
-        str | None,
+        Text | None,
         Setting(
-            kinds.optional(kinds.text()),
             "the setting `salt` of the engines' connector; the `cache_salt` of a request is found in the request",
             why="the default of the connector",
             default="none",

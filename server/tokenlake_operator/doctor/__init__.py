@@ -8,8 +8,7 @@
     settings.py     settings that are accepted, and unwise
     certificates.py the files of certificates
     membership.py   etcd, the addresses of other nodes
-    running.py      the state of one node that answers
-    refused.py      engines beside it that go without the pool
+    running.py      the state of one node that answers, and engines beside it that go without the pool
     cluster.py      nodes that answer, compared                 clocks, settings, secrets, members, paths
     layouts.py      layouts of connected engines, compared
 """

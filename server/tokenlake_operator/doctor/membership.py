@@ -8,8 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from tokenlake.config import Address, ServerConfig
-from tokenlake.config.kinds import is_loopback
+from tokenlake.config import Address, ServerConfig, is_loopback
 from tokenlake.errors import ConfigurationError, CredentialRefused, MembershipRefused, TokenLakeError
 from tokenlake_operator.doctor.base import Finding
 

@@ -14,7 +14,7 @@ from tokenlake.config import Address, Disk, ServerConfig, parse_address
 from tokenlake.errors import ListenerUntrusted
 from tokenlake.wire.local_socket import check_place, directory_mode
 from tokenlake_operator.doctor.base import Finding
-from tokenlake_server.disk.device import RESERVE_BYTES
+from tokenlake_server.disk.store import RESERVE_BYTES
 from tokenlake_server.engines.local_socket import ENGINES, is_shared, listens
 
 

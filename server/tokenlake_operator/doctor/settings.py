@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from tokenlake.config import ServerConfig, format_size, kinds, parse_address
+from tokenlake.config import ServerConfig, format_size, is_loopback, parse_address
 from tokenlake_operator.doctor.base import Finding
 
 MODULES = (
@@ -22,7 +22,7 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
     """Yield findings about tenants, pages and connections that other machines can read, and modules that are not
     installed."""
     yield from _tenants(config)
-    if config.metrics_tenants and config.metrics and not kinds.is_loopback(parse_address(config.metrics).host):
+    if config.metrics_tenants and config.metrics and not is_loopback(parse_address(config.metrics).host):
         yield Finding(
             "warning",
             "metrics-open",
@@ -49,7 +49,7 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
                 "leave 'endpoint' out (a Unix socket is the default) where the router can run on this machine, or let "
                 "a firewall admit the routers only",
             )
-    remote = ",".join(str(each) for each in config.etcd if not kinds.is_loopback(each.host))
+    remote = ",".join(str(each) for each in config.etcd if not is_loopback(each.host))
     lacking = [name for name in ("etcd_ca", "etcd_user") if not getattr(config, name)]
     if config.etcd_certificate:
         lacking = []  # etcd knows its clients by their certificates
@@ -62,8 +62,8 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             "give etcd TLS and a user, and set 'etcd_ca', 'etcd_user' and 'etcd_password'",
         )
     own, listen = parse_address(config.advertise or config.listen), parse_address(config.listen)
-    elsewhere = not config.peers or not all(kinds.is_loopback(peer.host) for peer in config.peers)
-    if kinds.is_loopback(own.host) and not kinds.is_loopback(listen.host) and elsewhere:
+    elsewhere = not config.peers or not all(is_loopback(peer.host) for peer in config.peers)
+    if is_loopback(own.host) and not is_loopback(listen.host) and elsewhere:
         yield Finding(
             "error",
             "advertise-loopback",
@@ -71,7 +71,7 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             f"other machines are told to reach this node at their own loopback; it listens at {listen}",
             "set 'advertise' to the address at which the other nodes reach this one; unset it where that is 'listen'",
         )
-    if not kinds.is_loopback(listen.host) and kinds.is_loopback(bound := _resolved(listen.host)):
+    if not is_loopback(listen.host) and is_loopback(bound := _resolved(listen.host)):
         yield Finding(
             "error",
             "listen-loopback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, ProtocolRefused
@@ -13,8 +14,9 @@ from tokenlake.wire.slots import SlotRef
 from tokenlake_server.bulk.tcp import Tcp
 from tokenlake_server.bulk.transport import Transport
 from tokenlake_server.engines.arena import Arena
-from tokenlake_server.nixl.agent import library
-from tokenlake_server.nixl.transport import Nixl
+
+if TYPE_CHECKING:
+    from tokenlake_server.nixl.transport import Nixl
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ def open_transports(config: ServerConfig, incarnation: int, arena: Arena) -> Tra
     tcp = Tcp(arena)
     if config.transport == "tcp" or config.fabric != "trusted":
         return Transports(tcp)
+    from tokenlake_server.nixl.agent import library  # only where asked for
+
     if library() is None:
         if config.transport == "nixl":
             raise ConfigurationError("transport", "nixl", f"tcp or auto, because {MISSING}")
@@ -62,6 +66,8 @@ def open_transports(config: ServerConfig, incarnation: int, arena: Arena) -> Tra
         "that network that learns the keys of this node's memory can read all of it",
         ", ".join(networks),
     )
+    from tokenlake_server.nixl.transport import Nixl
+
     return Transports(tcp, Nixl(config.node, incarnation, arena, networks))
 
 

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 
 from tokenlake.config import ServerConfig
@@ -24,15 +24,7 @@ from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
-from tokenlake_server.control.service import Unary
-from tokenlake_server.disk.tier import DiskTier
-from tokenlake_server.engines.listener import EngineListener
-from tokenlake_server.loop.driver import Driver
-from tokenlake_server.membership import Membership
-from tokenlake_server.metrics_page import Snapshot
-from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S, PeerMeasurement
-from tokenlake_server.peers.states import PeerState
-from tokenlake_server.scheduling.messages import (
+from tokenlake_server.control.messages import (
     MAX_KEYS,
     MAX_NAME,
     activity_message,
@@ -40,7 +32,12 @@ from tokenlake_server.scheduling.messages import (
     keys_of,
     layout_message,
 )
-from tokenlake_server.start.standing_orders import Drop, StandingOrders
+from tokenlake_server.control.node_parts import NodeParts
+from tokenlake_server.control.service import Unary
+from tokenlake_server.metrics_page import Snapshot
+from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
+from tokenlake_server.peers.states import PeerState
+from tokenlake_server.start.standing_orders import Drop
 
 log = logging.getLogger(__name__)
 
@@ -54,33 +51,9 @@ LOGGERS = ("tokenlake", "tokenlake_server")
 class Admin:
     """The methods of the service `Admin`. They are called in the admin thread."""
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        driver: Driver,
-        engines: EngineListener,
-        membership: Membership,
-        snapshot: Callable[[], Snapshot],
-        controls: Callable[[], Mapping[str, str]],
-        config: ServerConfig,
-        origin: Mapping[str, str],
-        measurement: PeerMeasurement,
-        orders: StandingOrders,
-        disk: DiskTier,
-    ) -> None:
-        """`snapshot` and `controls` (where each node serves its control plane) are called on the control loop.
-        `origin`: the source of each setting."""
+    def __init__(self, bridge: Bridge, node: NodeParts) -> None:
         self._bridge = bridge
-        self._driver = driver
-        self._engines = engines
-        self._membership = membership
-        self._take = snapshot
-        self._controls = controls
-        self._config = config
-        self._origin = origin
-        self._measurement = measurement
-        self._orders = orders
-        self._disk = disk
+        self._node = node
         self._started = time.monotonic()
         self.awaited = False
         """True once a caller has let this node drain, and waits for its account."""
@@ -88,7 +61,7 @@ class Admin:
         """Set once a caller has read the account of this node's drain."""
         self._status = Cached(self._read_status)
         self._cluster = Cached(self._read_cluster)
-        self._recent = Cached(lambda: bridge.call(driver.core.recent_requests))
+        self._recent = Cached(lambda: bridge.call(node.driver.core.recent_requests))
         self.functions: dict[str, Unary] = {
             "GetStatus": self.get_status,
             "GetCluster": self.get_cluster,
@@ -120,15 +93,15 @@ class Admin:
         return shown
 
     async def _read_status(self) -> pb.GetStatusResponse:
-        snapshot, refused = await self._bridge.call(lambda: (self._take(), self._engines.without_pool()))
+        snapshot, refused = await self._bridge.call(lambda: (self._node.snapshot(), self._node.engines.without_pool()))
         state, now = snapshot.membership, time.monotonic()
         return pb.GetStatusResponse(
-            node=self._config.node,
-            cluster=self._config.cluster,
+            node=self._node.config.node,
+            cluster=self._node.config.cluster,
             version=version("tokenlake"),
-            incarnation=self._driver.core.config.incarnation,
+            incarnation=self._node.driver.core.config.incarnation,
             uptime_s=now - self._started,
-            memory_bytes=self._config.memory,
+            memory_bytes=self._node.config.memory,
             spare_bytes=snapshot.spare_bytes,
             unusable_bytes=snapshot.unusable_bytes,
             pools=[
@@ -178,14 +151,14 @@ class Admin:
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
         """The members of the cluster, as this node knows them."""
         cluster = await self._cluster.get()
-        if any(each.node == self._config.node for each in cluster.drained):
+        if any(each.node == self._node.config.node for each in cluster.drained):
             self.account_read.set()
         return cluster
 
     async def _read_cluster(self) -> pb.GetClusterResponse:
-        core, membership = self._driver.core, self._membership
+        core, membership = self._node.driver.core, self._node.membership
         record, states, known_members, controls = await self._bridge.call(
-            lambda: (core.record, core.members(), membership.members, self._controls())
+            lambda: (core.record, core.members(), membership.members, self._node.controls())
         )
         known = {str(each.node): each for each in states}
         members = []
@@ -213,14 +186,16 @@ class Admin:
             )
             for name, account in known_members.drained.items()
         ]
-        return pb.GetClusterResponse(cluster=self._config.cluster, epoch=record.epoch, members=members, drained=drained)
+        return pb.GetClusterResponse(
+            cluster=self._node.config.cluster, epoch=record.epoch, members=members, drained=drained
+        )
 
     async def get_config(self, caller: Caller, message: pb.GetConfigRequest) -> pb.GetConfigResponse:
         """Each setting, its value and its source; secrets are masked."""
-        digests = _digests(self._config)
+        digests = _digests(self._node.config)
         settings = [
             pb.Setting(name=name, value=value, source=source, digests=digests.get(name))
-            for name, value, source in describe(self._config, self._origin)
+            for name, value, source in describe(self._node.config, self._node.origin)
         ]
         return pb.GetConfigResponse(settings=settings)
 
@@ -255,7 +230,7 @@ class Admin:
 
     async def get_engines(self, caller: Caller, message: pb.GetEnginesRequest) -> pb.GetEnginesResponse:
         """The connected engines by tenant and layout."""
-        connected = await self._bridge.call(self._engines.connected)
+        connected = await self._bridge.call(self._node.engines.connected)
         engines = [
             pb.Engines(tenant=tenant, layout=layout_message(layout), engines=len(count), processes=count.total())
             for (tenant, layout), count in connected.items()
@@ -272,11 +247,11 @@ class Admin:
 
     async def measure_peer(self, caller: Caller, message: pb.MeasurePeerRequest) -> pb.MeasurePeerResponse:
         """Measure the paths from another node to this one."""
-        if not message.node or message.node == self._config.node:
+        if not message.node or message.node == self._node.config.node:
             raise ValueError(f"field 'node' is {message.node!r}; expected the name of another node")
         max_bytes = min(message.max_bytes or MAX_BYTES, MAX_BYTES)
         max_s = min(message.max_s or MAX_S, MAX_S) if message.max_s >= 0 else MAX_S
-        paths = await asyncio.to_thread(self._measurement.measure, message.node, max_bytes, max_s)
+        paths = await asyncio.to_thread(self._node.measurement.measure, message.node, max_bytes, max_s)
         return pb.MeasurePeerResponse(
             paths=[
                 pb.Path(
@@ -292,10 +267,10 @@ class Admin:
 
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
         """Let a node leave."""
-        node = "" if message.node == self._config.node else message.node
+        node = "" if message.node == self._node.config.node else message.node
         self.awaited |= message.wait and not node
-        with _logged(caller, f"the drain of node '{message.node or self._config.node}'"):
-            await self._bridge.coroutine(lambda: self._membership.drain(node))
+        with _logged(caller, f"the drain of node '{message.node or self._node.config.node}'"):
+            await self._bridge.coroutine(lambda: self._node.membership.drain(node))
         return pb.DrainResponse()
 
     async def remove(self, caller: Caller, message: pb.RemoveRequest) -> pb.RemoveResponse:
@@ -303,7 +278,7 @@ class Admin:
         if not message.node:
             raise ValueError("field 'node' is empty; expected the name of a node")
         with _logged(caller, f"the removal of node '{message.node}'"):
-            await self._bridge.coroutine(lambda: self._membership.remove(message.node))
+            await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
         return pb.RemoveResponse()
 
     async def evict(self, caller: Caller, message: pb.EvictRequest) -> pb.EvictResponse:
@@ -344,8 +319,8 @@ class Admin:
             )
             evicted, kept = evicted + done.evicted, kept + done.kept
             reached = set(done.reached) if reached is None else reached.intersection(done.reached)
-        unremoved = await self._bridge.call(lambda: self._disk.drop(drop, reached or set()))
-        unrecorded = await self._bridge.coroutine(self._orders.save) if self._orders.waiting else []
+        unremoved = await self._bridge.call(lambda: self._node.disk.drop(drop, reached or set()))
+        unrecorded = await self._bridge.coroutine(self._node.orders.save) if self._node.orders.waiting else []
         return pb.EvictResponse(evicted=evicted, kept=kept, unremoved=unremoved, unrecorded=unrecorded)
 
     async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:
@@ -355,10 +330,10 @@ class Admin:
             raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
         check_name("digest", digest)
         sessions, sizes = await self._bridge.call(
-            lambda: (self._engines.retire(tenant, digest), self._orders.sizes(tenant, digest))
+            lambda: (self._node.engines.retire(tenant, digest), self._node.orders.sizes(tenant, digest))
         )
         # Recorded before anything is evicted: an engine of a daemon that is killed meanwhile is refused all the same.
-        unrecorded = await self._bridge.coroutine(self._orders.save)
+        unrecorded = await self._bridge.coroutine(self._node.orders.save)
         evicted, unremoved = 0, dict[str, None]()
         for size in sizes:
             done = await self._evict(tenant, b"", size)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +22,19 @@ from tokenlake.config import Address, ServerConfig, parse_address
 from tokenlake.core.events import Event
 from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.metrics import Level, Metric
-from tokenlake_proto.standard import health_pb2
-from tokenlake_proto.v1 import admin_pb2, events_pb2, role_pb2, scheduling_pb2
+from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.callers import Callers
 from tokenlake_server.control.event_stream import Events
 from tokenlake_server.control.limits import ADMIN_CALLS, MAX_CALLS, MAX_MESSAGE, Calls
+from tokenlake_server.control.node_parts import NodeParts
 from tokenlake_server.control.operations import Admin
-from tokenlake_server.control.service import (
-    STALL_S,
-    Context,
-    Serving,
-    Stream,
-    Unary,
-    abort_with,
-    handlers_of,
-    read,
-    require_role,
-)
-from tokenlake_server.control.standard import HEALTH, MAX_WATCHES, REFLECTION, Health, Reflection, read_question
+from tokenlake_server.control.service import Serving, Stream, Unary, handlers_of
 from tokenlake_server.control.work import Work
-from tokenlake_server.disk.tier import DiskTier
-from tokenlake_server.engines.listener import EngineListener
 from tokenlake_server.engines.local_socket import prepare
-from tokenlake_server.engines.tenants import Tenants
 from tokenlake_server.loop.admin_thread import AdminThread
-from tokenlake_server.loop.driver import Driver
-from tokenlake_server.membership import Membership
-from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peers.certificates import CertificateFiles
-from tokenlake_server.peers.measurement import PeerMeasurement
-from tokenlake_server.scheduling.fleets import Fleets
 from tokenlake_server.scheduling.service import Scheduling
-from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +45,6 @@ CALL_BYTES = Metric(
 REFUSED_CALLS = Metric(
     "tokenlake_control_refused_calls",
     "Calls of the control plane that were refused since the start, because too many were under way",
-    kind="gauge",
-)
-FLEET_BYTES = Metric(
-    "tokenlake_fleet_bytes",
-    "Bytes that are charged for the fleets of schedulers: instances, requests under way",
-    "tenant",
     kind="gauge",
 )
 MAX_RPCS = MAX_CALLS + ADMIN_CALLS + 64
@@ -107,37 +81,20 @@ _OPTIONS = [
 class ControlServer:
     """Serves the control plane until `close`. Made and closed on the control loop, after the parts that it reads."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        origin: Mapping[str, str],
-        thread: AdminThread,
-        loop: asyncio.AbstractEventLoop,
-        driver: Driver,
-        engines: EngineListener,
-        membership: Membership,
-        tenants: Tenants,
-        snapshot: Callable[[], Snapshot],
-        controls: Callable[[], Mapping[str, str]],
-        measurement: PeerMeasurement,
-        orders: StandingOrders,
-        disk: DiskTier,
-    ) -> None:
-        """`origin`: the source of each setting. `thread`: the caller closes it. `snapshot`, `controls` (see `Admin`)
-        are called on the control loop. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
+    def __init__(self, node: NodeParts, thread: AdminThread, loop: asyncio.AbstractEventLoop) -> None:
+        """`thread`: the caller closes it. Raises `ConfigurationError` for a port or a socket that cannot be opened."""
+        config, driver = node.config, node.driver
         self._thread = thread
         self._bridge = Bridge(driver, loop)
-        engines.on_other_answer = self._bridge.answered
+        node.engines.on_other_answer = self._bridge.answered
         self._calls = Calls()
         try:
             self._work = Work()
         except RuntimeError as error:
             raise LimitReached(f"the thread of the control plane cannot be started: {error}") from error
-        serving = Serving(Callers(config.cluster, tenants), self._calls, self._work)
-        self._admin = Admin(
-            self._bridge, driver, engines, membership, snapshot, controls, config, origin, measurement, orders, disk
-        )
-        self._scheduling = Scheduling(self._bridge, driver, engines, self._work, Fleets(tenants.count))
+        serving = Serving(Callers(config.cluster, node.tenants), self._calls, self._work)
+        self._admin = Admin(self._bridge, node)
+        self._scheduling = Scheduling(self._bridge, driver, node.engines, self._work, node.tenants.count)
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: self._scheduling.functions,
             admin_pb2.DESCRIPTOR: self._admin.functions,
@@ -146,16 +103,6 @@ class ControlServer:
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for file, functions in services.items():
             self._handlers |= handlers_of(file, functions, serving)
-        names = [f"{file.package}.{name}" for file in services for name in file.services_by_name]
-        health = Health(self._bridge, lambda: membership.state.known, names)
-        reader = role_pb2.ROLE_READER
-        self._handlers |= handlers_of(health_pb2.DESCRIPTOR, health.functions, serving, role=reader, package=HEALTH)
-        self._serving = serving
-        self._reflection = Reflection(list(services))
-        self._reflecting = 0
-        for package in REFLECTION:
-            path = f"/{package}.ServerReflection/ServerReflectionInfo"
-            self._handlers[path] = grpc.stream_stream_rpc_method_handler(self._reflect)
         self.socket = Path(config.control_socket) if config.control_socket else None
         self.address: Address | None = None
         """The address at which the server listens with TLS; None without the setting `control`."""
@@ -201,33 +148,13 @@ class ControlServer:
         await server.start()
         self._server = server
 
-    async def _reflect(self, questions: AsyncIterator[bytes], context: Context) -> None:
-        name = "ServerReflectionInfo"
-        try:
-            caller = require_role(self._serving.callers, context, role_pb2.ROLE_READER, name)
-            if self._reflecting >= MAX_WATCHES:
-                raise LimitReached(f"{MAX_WATCHES} reflection streams are under way")
-            self._reflecting += 1
-            try:
-                with self._calls.call(caller) as call:
-                    while (body := await read(call, context)) is not None:
-                        answer = self._reflection.answer(read_question(body)).SerializeToString()
-                        call.end()
-                        async with asyncio.timeout(STALL_S):
-                            await context.write(answer)
-            finally:
-                self._reflecting -= 1
-        except Exception as error:
-            await abort_with(context, error, name)
-
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""
-        kept = self._scheduling.kept_bytes
         return [
             Level(CALLS, (), self._calls.under_way),
             Level(CALL_BYTES, (), self._calls.kept_bytes),
             Level(REFUSED_CALLS, (), self._calls.refused),
-            *(Level(FLEET_BYTES, (tenant,), nbytes) for tenant, nbytes in kept.items()),
+            *self._scheduling.gauges(),
         ]
 
     # -- the end

@@ -81,7 +81,7 @@ def _code(error: Exception) -> grpc.StatusCode:
             return grpc.StatusCode.INTERNAL
 
 
-def require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueType, method: str) -> Caller:
+def _require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueType, method: str) -> Caller:
     """The caller, if it has the role that a method needs. Raises `CredentialRefused`: a method without a role is open
     to none."""
     proven: Mapping[str, Any] = context.auth_context() or {}
@@ -128,13 +128,13 @@ class _Method:
     @contextlib.contextmanager
     def admitted(self, context: Context) -> Iterator[tuple[Caller, Call]]:
         """Count a call. Raises `CredentialRefused` and `LimitReached`."""
-        caller = require_role(self._serving.callers, context, self._role, self.name)
+        caller = _require_role(self._serving.callers, context, self._role, self.name)
         with self._serving.calls.call(caller) as call:
             yield caller, call
 
     async def message(self, call: Call, context: Context) -> Any:
         """The message of a caller. Raises ValueError, `LimitReached` and TimeoutError."""
-        body = await read(call, context)
+        body = await _read(call, context)
         if body is None:
             raise ValueError("the call has no message")
         work, of = self._serving.work, call.of
@@ -176,7 +176,7 @@ def _stream(method: _Method, function: Stream) -> grpc.RpcMethodHandler[Any, Any
     return grpc.stream_stream_rpc_method_handler(call)
 
 
-async def read(call: Call, context: Context) -> bytes | None:
+async def _read(call: Call, context: Context) -> bytes | None:
     """The next message of a caller; None after the last one."""
     # The iterator of gRPC would keep the message for as long as the call.
     body = await call.read(context.read)
@@ -193,21 +193,16 @@ async def _write(context: Context, message: bytes) -> None:
 
 def handlers_of(
     file: FileDescriptor,
-    functions: Mapping[str, Unary] | Mapping[str, Stream] | Mapping[str, Unary | Stream],
+    functions: Mapping[str, Unary] | Mapping[str, Stream],
     serving: Serving,
-    *,
-    role: role_pb2.Role.ValueType | None = None,
-    package: str = "",
 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """The handlers of all methods in a file of declarations, by path. `functions`: by name of the method. `role`: that
-    of methods whose declaration has none. `package`: the name under which clients know the package."""
+    """The handlers of all methods in a file of declarations, by path. `functions`: by name of the method."""
     made = {}
     for service in file.services_by_name.values():
         for method in service.methods:
-            declared = method.GetOptions().Extensions[role_pb2.role] or role or role_pb2.ROLE_UNSPECIFIED
-            wrapped = _Method(method, serving, declared)
+            wrapped = _Method(method, serving, method.GetOptions().Extensions[role_pb2.role])
             function: Any = functions[method.name]
-            path = f"/{package or file.package}.{service.name}/{method.name}"
+            path = f"/{file.package}.{service.name}/{method.name}"
             make: Any = _stream if method.server_streaming else _unary
             made[path] = make(wrapped, function)
     return made

@@ -21,11 +21,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tokenlake.disk.places import stride
 from tokenlake.errors import TokenLakeError
 from tokenlake_server.cli import load
-from tokenlake_server.disk.device import THREADS
-from tokenlake_server.disk.encryption import DiskKeys
-from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, File
-from tokenlake_server.disk.segments import Mismatch, SegmentIO, StoredSegment, aligned_memory
-from tokenlake_server.disk.store import (
+from tokenlake_server.disk.check import THREADS
+from tokenlake_server.disk.directory import (
     FORMAT,
     Identity,
     SurveyedSlab,
@@ -35,6 +32,9 @@ from tokenlake_server.disk.store import (
     read_identity,
     survey,
 )
+from tokenlake_server.disk.encryption import DiskKeys
+from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, File
+from tokenlake_server.disk.segments import Mismatch, SegmentIO, StoredSegment, aligned_memory
 from tokenlake_server.disk.table import BLOCK_BYTES
 from tokenlake_server.tables import print_rows
 

@@ -28,49 +28,34 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenlake.content import content_limit
 from tokenlake.core import events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskRead, DiskTrim, DiskWrite
-from tokenlake.disk.places import NOTE_BYTES, unpack_places
+from tokenlake.disk.places import unpack_places
 from tokenlake.errors import LimitReached
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
-from tokenlake.wire.fields import CHECKSUM_BYTES
-from tokenlake.wire.slots import split_keys, unpack_slots
+from tokenlake_server.disk.check import LEAST_PROBE, PROBE_PIECE, THREADS, UNMEASURED, SlowCheck, checked
+from tokenlake_server.disk.directory import files_bytes
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import Files, no_space
-from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
-from tokenlake_server.disk.store import OWN_BYTES, DiskStore, Place, WrongKeys, files_bytes
+from tokenlake_server.disk.jobs import EraseJob, Job, Op, Queue, ReadJob, WriteJob, job_of, lose
+from tokenlake_server.disk.segments import Mismatch, SegmentIO
+from tokenlake_server.disk.store import OWN_BYTES, DiskStore, WrongKeys
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.contents import Contents
 from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 
-THREADS = 4
-"""Threads of a device that read and write segments; more give no more bandwidth."""
-RESERVE_BYTES = 64 << 20
-"""Bytes of the file system that are left free, for other programs."""
-FREE_SHARE = 0.95
-"""Share of the free space that a device without a size takes."""
-PROBE_PIECE = 1 << 20
-"""Size of each operation of a check."""
-PROBE = "probe"
 REMOVING = "segments that an operator evicted are being removed"
-LEAST_PROBE = 2 << 20
-"""Least bytes of the file of a check, also where segments take all bytes of the device."""
-UNMEASURED = (1e9, 0.5e9)
-"""Bandwidth of (reads, writes) of a device that has no space for the file of a check, in bytes/s: that of a small
-drive. Reads correct the first one."""
 FULL = "full: it takes no further segments until its file system has room again"
 FULL_S = 5.0
 """Greatest interval at which the free space of a full device is read."""
@@ -141,87 +126,8 @@ class DeviceState(NamedTuple):
     """Segments that were not found when it was opened, because their records or files were damaged."""
 
 
-class _Segments:
-    """The segments of one instruction; `codes` and `left` are guarded by the lock of the device."""
-
-    def __init__(self, instruction: DiskRead | DiskWrite | DiskErase) -> None:
-        self.keys = split_keys(instruction.keys)
-        self.places = unpack_places(instruction.places)
-        self.left = len(self.keys)
-        """Number of the segments whose read or write has not ended."""
-        self.codes = bytearray([Code.LOST]) * self.left
-        shards = 0 if isinstance(instruction, DiskErase) else instruction.shards
-        self._names = instruction.tenant, instruction.slot_bytes, shards
-
-    def where(self, index: int) -> StoredSegment:
-        """One of the segments, and its place."""
-        return StoredSegment(*self._names, self.keys[index], *self.places[index])
-
-
-class _Read(_Segments):
-    """The execution of one `DiskRead`."""
-
-    def __init__(self, instruction: DiskRead) -> None:
-        super().__init__(instruction)
-        self.instruction = instruction
-        self.slots = unpack_slots(instruction.slots)
-        count = len(self.keys)
-        self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
-
-    def done(self) -> Event:
-        return events.FetchDone(self.instruction.fetch, bytes(self.codes), bytes(self.checksums))
-
-
-class _Write(_Segments):
-    """The execution of one `DiskWrite`."""
-
-    def __init__(self, instruction: DiskWrite) -> None:
-        super().__init__(instruction)
-        self.instruction = instruction
-        self.slots = unpack_slots(instruction.slots)
-
-    def done(self) -> Event:
-        return events.DiskWritten(self.instruction.write, bytes(self.codes))
-
-
-class _Erase(_Segments):
-    """The execution of one `DiskErase`."""
-
-    def __init__(self, instruction: DiskErase) -> None:
-        super().__init__(instruction)
-        self.instruction = instruction
-
-    def done(self) -> Event:
-        return events.DiskErased(self.instruction.erase, bytes(self.codes))
-
-
-_Job = _Read | _Write | _Erase
-_Op = tuple[_Job, int]
-"""One segment of a job."""
-
-
-@dataclass(slots=True)
-class _Queue:
-    """The segments that wait for a thread."""
-
-    reads: deque[_Op] = field(default_factory=deque)
-    writes: deque[_Op] = field(default_factory=deque)
-
-    def of(self, job: _Job) -> deque[_Op]:
-        return self.reads if isinstance(job, _Read) else self.writes
-
-    def __len__(self) -> int:
-        return len(self.reads) + len(self.writes)
-
-    def take_all(self) -> list[_Op]:
-        found = [*self.reads, *self.writes]
-        self.reads.clear()
-        self.writes.clear()
-        return found
-
-
 class Device:
-    """A device of the setting `disk`. `start`, `read`, `write`, `erase`, `remove`, `forget`, `trim`, `abort`, `watch`,
+    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `trim`, `abort`, `watch`,
     `knows_all` and `state` are called on the control loop and never block; `close` blocks."""
 
     def __init__(
@@ -251,9 +157,9 @@ class Device:
         """None while the device is not in use."""
         self._opened: DiskStore | None = None
         """The files as they are open; of the thread of the tables."""
-        self._queue = _Queue()
-        self._jobs: dict[int, _Read] = {}
-        self._records: deque[_Write | _Erase | DiskForget | DiskTrim] = deque()
+        self._queue = Queue()
+        self._jobs: dict[int, ReadJob] = {}
+        self._records: deque[WriteJob | EraseJob | DiskForget | DiskTrim] = deque()
         """The changes that the thread of the tables has to record, in order."""
         self._running: dict[str, float] = {}
         """Begin of the operation of each thread."""
@@ -285,41 +191,29 @@ class Device:
 
     # -- instructions
 
-    def write(self, instruction: DiskWrite) -> None:
-        """Carry out a `DiskWrite`."""
-        self._add(_Write(instruction))
-
-    def read(self, instruction: DiskRead) -> None:
-        """Carry out a `DiskRead`."""
-        self._add(_Read(instruction))
-
-    def erase(self, instruction: DiskErase) -> None:
-        """Carry out a `DiskErase`."""
-        self._add(_Erase(instruction))
-
-    def remove(self) -> str:
-        """There are orders to remove segments that the rules could not reach: they are carried out when the device is
-        opened, so one that is in use is opened anew. Returns the reason why this may take long; empty if it does
-        not."""
-        with self._changed:
-            problem, serving = self._problem, self._store is not None
-        if serving:
-            self._set_aside(REMOVING)
-            return ""
-        return problem or "it is not open"
-
-    def _add(self, job: _Job) -> None:
+    def carry_out(self, instruction: DiskRead | DiskWrite | DiskErase) -> None:
+        """Begin to read, write or erase segments; an event tells the rules when it is done."""
+        job = job_of(instruction)
         with self._changed:
             if self._store is not None and job.left and not self._closing:
-                if isinstance(job, _Read):
+                if isinstance(job, ReadJob):
                     self._jobs[job.instruction.fetch] = job
-                elif isinstance(job, _Write):
+                elif isinstance(job, WriteJob):
                     order, places = job.instruction, 1 + max(place.slot for place in job.places)
                     self._store.will_write(order.tenant, order.slot_bytes, places)
                 self._queue.of(job).extend((job, index) for index in range(job.left))
                 self._queued.notify(job.left)
                 return
         self._around.post(job.done())
+
+    def remove(self) -> str:
+        """Carry out orders to remove segments that the rules could not reach, which opening the device does. Returns
+        the reason why this may take long; empty if it does not."""
+        with self._changed:
+            if self._store is None:
+                return self._problem or "it is not open"
+        self._set_aside(REMOVING)
+        return ""
 
     def abort(self, fetch: int) -> None:
         """End a read: the segments that wait for a thread are LOST."""
@@ -376,8 +270,7 @@ class Device:
             )
 
     def close(self) -> None:
-        """Complete the writes whose bytes are written, and close the files. The segments that wait for a thread are
-        LOST."""
+        """Complete the writes whose bytes are written, and close the files. Segments that wait are LOST."""
         with self._changed:
             self._closing = True
             done = self._all_ended()
@@ -399,21 +292,19 @@ class Device:
             store, (job, index) = taken
             code = Code.LOST
             try:
-                if isinstance(job, _Read):
-                    code = self._read_one(store, segment_io, job, index)
-                elif isinstance(job, _Write):
-                    code = self._write_one(store, segment_io, job, index)
-                else:
-                    store.erase(segment_io, job.where(index))
-                    code = Code.COMMITTED
+                code = job.carry_out(index, store, segment_io, self._around.arena, self._around.contents)
+            except Mismatch as difference:
+                with self._changed:
+                    self._counts["mismatch"] += 1
+                log.info("%s: %s: %s", self.path, job.where(index), difference)
+                code = Code.BAD_CHECKSUM
             except OSError as error:
-                self._failed(store, error, "read" if isinstance(job, _Read) else "write")
+                self._failed(store, error, job)
             except Exception:
-                what = "read" if isinstance(job, _Read) else "written or erased"
-                log.exception("%s: a segment could not be %s", self.path, what)
+                log.exception("%s: a segment could not be %s", self.path, job.done_to_it)
             self._finish(job, index, code)
 
-    def _take(self, prefers_writes: bool) -> tuple[DiskStore, _Op] | None:
+    def _take(self, prefers_writes: bool) -> tuple[DiskStore, Op] | None:
         """Wait for a segment, and take it out of the queue. Returns None when the daemon ends."""
         queue = self._queue
         with self._changed:
@@ -427,7 +318,7 @@ class Device:
                 self._queued.wait()
         return None
 
-    def _finish(self, job: _Job, index: int, code: Code) -> None:
+    def _finish(self, job: Job, index: int, code: Code) -> None:
         with self._changed:
             del self._running[threading.current_thread().name]
             job.codes[index] = code
@@ -437,55 +328,26 @@ class Device:
         if done is not None:
             self._around.post(done)
 
-    def _ended(self, job: _Job, count: int) -> Event | None:
+    def _ended(self, job: Job, count: int) -> Event | None:
         """Count segments of a job that have ended. Returns the event of a job that has ended; a write with bytes on the
         device goes to the thread of the tables instead."""
         job.left -= count
         if job.left:
             return None
-        if isinstance(job, _Read):
+        if isinstance(job, ReadJob):
             self._jobs.pop(job.instruction.fetch, None)
         elif Code.COMMITTED in job.codes and self._store is not None:
             self._records.append(job)
             return None
         else:
-            _lose(job)
+            lose(job)
         return job.done()
-
-    def _read_one(self, store: DiskStore, segment_io: SegmentIO, job: _Read, index: int) -> Code:
-        each = job.instruction
-        where = job.where(index)
-        (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
-        try:
-            stored = store.read(segment_io, where, segment)
-        except Mismatch as difference:
-            with self._changed:
-                self._counts["mismatch"] += 1
-            log.info("%s: place %d of tenant '%s': %s", self.path, where.slot, each.tenant, difference)
-            return Code.BAD_CHECKSUM
-        size = len(stored.checksums)
-        job.checksums[index * size : (index + 1) * size] = stored.checksums
-        if stored.content:
-            self._around.contents.offer(
-                each.tenant, [job.keys[index]], [stored.content], content_limit(each.slot_bytes)
-            )
-        return Code.LOCAL
-
-    def _write_one(self, store: DiskStore, segment_io: SegmentIO, job: _Write, index: int) -> Code:
-        each = job.instruction
-        where = job.where(index)
-        (segment,) = self._around.arena.slots([job.slots[index]], each.slot_bytes)
-        size = CHECKSUM_BYTES * each.shards
-        content = self._around.contents.contents(each.tenant, [job.keys[index]], 1 << 12)
-        note = each.notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES]
-        stored = Stored(each.checksums[index * size : (index + 1) * size], content[0] if content else b"", note)
-        store.write(segment_io, where, segment, stored)
-        return Code.COMMITTED
 
     # -- failures
 
-    def _failed(self, store: DiskStore, error: OSError, what: str) -> None:
+    def _failed(self, store: DiskStore, error: OSError, job: Job) -> None:
         now = time.monotonic()
+        what = "read" if isinstance(job, ReadJob) else "write"
         with self._changed:
             if store is not self._store:
                 return
@@ -498,9 +360,7 @@ class Device:
             while self._errors[0] < now - self._patience.errors_s:
                 self._errors.popleft()
             gone = error.errno in GONE or len(self._errors) >= self._patience.errors
-        log.warning(
-            "%s: a segment could not be %s: %s", self.path, "read" if what == "read" else "written", _text(error)
-        )
+        log.warning("%s: a segment could not be %s: %s", self.path, job.done_to_it, _text(error))
         if gone:
             self._set_aside(f"{what} errors: {_text(error)}")
 
@@ -524,10 +384,10 @@ class Device:
         """End all that no thread carries out: returns its events."""
         done = [self._ended(job, 1) for job, _ in self._queue.take_all()]
         if self._store is None:
-            writes = [each for each in self._records if isinstance(each, _Write | _Erase)]
+            writes = [each for each in self._records if isinstance(each, WriteJob | EraseJob)]
             self._records.clear()
             for write in writes:
-                _lose(write)
+                lose(write)
             done += [write.done() for write in writes]
         return [event for event in done if event is not None]
 
@@ -542,7 +402,7 @@ class Device:
                 self._serve(store)
                 if self._problem == REMOVING:
                     wait_s = 0.0
-            except (OSError, WrongKeys, _SlowCheck) as error:
+            except (OSError, WrongKeys, SlowCheck) as error:
                 self._not_opened(_text(error))
             except Exception as error:
                 log.exception("the disk tier at %s failed", self.path)
@@ -576,7 +436,7 @@ class Device:
             self._changed.wait_for(lambda: not self._running)
 
     def _open(self) -> DiskStore:
-        """Open the device and report its segments. Raises OSError, `WrongKeys` and `_SlowCheck`."""
+        """Open the device and report its segments. Raises OSError, `WrongKeys` and `SlowCheck`."""
         began = time.monotonic()
         files = self._open_files()
         around = self._around
@@ -587,7 +447,7 @@ class Device:
         self._rates = rates or UNMEASURED
         drops = around.orders.drops(self.path)
         found = store.open(around.cluster, around.node, around.keys, drops)
-        self._capacity = self._room(store, full=rates is None)
+        self._capacity = store.room(full=rates is None)
         first = around.orders.use(self.path)
         if drops:
             around.orders.dropped(self.path, drops)
@@ -605,7 +465,7 @@ class Device:
             self._store, self._problem, self._full = store, "" if rates else FULL, False
             self._found = (0, 0)
         number, count = self.number, 0
-        around.deliver(self._ready())
+        self._deliver_capacity()
         for each in found:
             slab, shards, keys, places, notes = each
             count += len(keys) // KEY_BYTES
@@ -634,26 +494,18 @@ class Device:
         )
         return store
 
-    def _ready(self) -> Event:
-        return events.DiskReady(self.number, self._capacity, *self._rates)
-
-    def _room(self, store: DiskStore, full: bool = False) -> int:
-        used, free = store.space()
-        if full:
-            return used if store.limit is None else min(store.limit, used)
-        if store.limit is None:
-            return used + max(0, int(free * FREE_SHARE) - RESERVE_BYTES)
-        return min(store.limit, used + max(0, free - RESERVE_BYTES))
+    def _deliver_capacity(self) -> None:
+        self._around.deliver(events.DiskReady(self.number, self._capacity, *self._rates))
 
     def _check(self, files: Files) -> tuple[float, float] | None:
         """Check the device and measure its bandwidth; None where it has no space for that. Raises OSError and
-        `_SlowCheck`."""
+        `SlowCheck`."""
         nbytes = self._patience.probe_bytes
         if self._limit is not None:
             room = max(LEAST_PROBE, self._limit - files_bytes(files))
             nbytes = min(nbytes, room - room % PROBE_PIECE)
         try:
-            return _checked(files, self._patience, nbytes)
+            return checked(files, nbytes, self._patience.slow_s)
         except OSError as error:
             if not no_space(error):
                 raise
@@ -681,7 +533,7 @@ class Device:
                 self._records.clear()
                 full, now = self._full, time.monotonic()
                 self._running[self._keeper.name] = now
-            writes = [each for each in batch if isinstance(each, _Write | _Erase)]
+            writes = [each for each in batch if isinstance(each, WriteJob | EraseJob)]
             recorded = False
             try:
                 self._record(store, batch, bool(writes))
@@ -701,7 +553,7 @@ class Device:
                     recorded = recorded and self._store is store
                 for write in writes:
                     if not recorded:
-                        _lose(write)
+                        lose(write)
                     self._around.post(write.done())
             if ending:
                 return
@@ -714,7 +566,7 @@ class Device:
         files."""
         return self._closing and not self._running
 
-    def _record(self, store: DiskStore, batch: list[_Write | _Erase | DiskForget | DiskTrim], sync: bool) -> None:
+    def _record(self, store: DiskStore, batch: list[WriteJob | EraseJob | DiskForget | DiskTrim], sync: bool) -> None:
         if sync:
             store.sync_slabs()
         for each in batch:
@@ -722,18 +574,11 @@ class Device:
                 store.trim(each.tenant, each.slot_bytes, each.places)
             elif isinstance(each, DiskForget):
                 store.forget(each.tenant, each.slot_bytes, [place.slot for place in unpack_places(each.places)])
-            elif isinstance(each, _Erase):
-                erase = each.instruction
-                slots = [
-                    place.slot for place, code in zip(each.places, each.codes, strict=True) if code == Code.COMMITTED
-                ]
-                store.forget(erase.tenant, erase.slot_bytes, slots)
             else:
-                order = each.instruction
-                store.stored(order.tenant, order.slot_bytes, list(_places(each)))
+                each.record(store)
 
     def _tell_capacity(self, store: DiskStore, full: bool) -> None:
-        room = self._room(store, full)
+        room = store.room(full=full)
         with self._changed:
             # It waits for the control loop now, and not for the device.
             self._running.pop(self._keeper.name, None)
@@ -748,93 +593,7 @@ class Device:
         if begins:
             log.error("the disk tier at %s is full: its capacity is %d MiB for now", self.path, room >> 20)
         if changed and self._store is store:
-            self._around.deliver(self._ready())
-
-
-class _SlowCheck(Exception):
-    """The check of a device took too long."""
-
-
-def _lose(write: _Write | _Erase) -> None:
-    """Mark all segments of a write as not written, or of an erasure as not erased."""
-    write.codes[:] = bytes([Code.LOST]) * len(write.codes)
-
-
-def _places(write: _Write) -> Iterator[Place]:
-    """The entries of the segments that were written."""
-    order = write.instruction
-    for index, (slot, generation) in enumerate(write.places):
-        if write.codes[index] == Code.COMMITTED:
-            note = order.notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES]
-            yield Place(slot, generation, order.shards, write.keys[index], note)
-
-
-def _checked(files: Files, patience: Patience, nbytes: int) -> tuple[float, float]:
-    """Check a device with a file of `nbytes` and measure its bandwidth, with as many threads as serve it: (read, write)
-    in bytes/s. Raises OSError, and `_SlowCheck` where the check takes longer than an operation may."""
-    began = time.monotonic()
-    rates = measure(files, nbytes, PROBE_PIECE, THREADS)
-    took = time.monotonic() - began
-    if took > patience.slow_s:
-        raise _SlowCheck(f"slow: a check takes {took:.1f} s, more than {patience.slow_s:g} s")
-    return rates
-
-
-def measure(files: Files, nbytes: int, piece: int, threads: int) -> tuple[float, float]:
-    """Write a file of `nbytes` in pieces, sync it, read it and compare it. Returns the bandwidth of (reads, writes) in
-    bytes/s, with `threads` operations at a time. Raises OSError, with EIO where the bytes differ."""
-    if PROBE in files.names():
-        files.remove(PROBE)
-    file = files.open(PROBE, create=True, direct=True)
-    source = aligned_memory(piece)
-    source[:] = os.urandom(piece)
-    offsets = range(0, nbytes, piece)
-
-    def read(first: int) -> None:
-        target = aligned_memory(piece)
-        for at in offsets[first::threads]:
-            if file.read(at, [target]) != piece or target != source:
-                raise OSError(errno.EIO, "the device gives back other bytes than were written")
-
-    def write(first: int) -> None:
-        for at in offsets[first::threads]:
-            file.write(at, [source])
-
-    try:
-        file.allocate(nbytes)
-        start = time.monotonic()
-        _in_threads(write, threads)
-        file.sync()
-        written = time.monotonic()
-        _in_threads(read, threads)
-        end = time.monotonic()
-    finally:
-        file.close()
-        files.remove(PROBE)
-    return nbytes / max(end - written, 1e-9), nbytes / max(written - start, 1e-9)
-
-
-def _in_threads(work: Callable[[int], None], threads: int) -> None:
-    """Call `work` with each number below `threads`, each in a thread that does not keep the process. Raises the first
-    error when all have ended."""
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    running = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(threads)]
-    try:
-        for each in running:
-            each.start()
-    finally:
-        for each in running:
-            if each.ident is not None:
-                each.join()
-    if errors:
-        raise errors[0]
+            self._deliver_capacity()
 
 
 def _text(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 The directory has these files, all with mode 0600::
 
-    tokenlake-disk.json   version of the format, cluster, node; whether segments are encrypted (two equal copies)
+    tokenlake-disk.json   version of the format, cluster, node; whether segments are encrypted (`directory`)
     slab-N                the places of one tenant and slot size (`segments`)
     table-N               the records of these places (`table`)
     orders                orders of operators (`tokenlake_server.start.standing_orders`)
@@ -19,19 +19,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import threading
 import uuid
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from tokenlake.core.events import MAX_FOUND
 from tokenlake.disk.places import RECORD_BYTES, slab_bytes, stride
 from tokenlake.wire.slots import split_keys
+from tokenlake_server.disk.directory import (
+    FORMAT,
+    FRESH_IDENTITY,
+    Identity,
+    aside_bytes,
+    keep_aside,
+    own_names,
+    read_identity,
+    refusal_of,
+    repair_identity,
+    slab_name,
+    slab_numbers,
+    table_name,
+    write_identity,
+)
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import NO_SPACE, File, Files
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, Stored, StoredSegment, aligned_memory
@@ -50,37 +62,14 @@ from tokenlake_server.disk.table import (
     table_bytes,
     write_records,
 )
-from tokenlake_server.start.standing_orders import FILE, Drop
-
-__all__ = [
-    "FORMAT",
-    "OWN_BYTES",
-    "DiskStore",
-    "Found",
-    "Identity",
-    "Place",
-    "Slab",
-    "SurveyedSlab",
-    "WrongKeys",
-    "aside_names",
-    "files_bytes",
-    "orders_names",
-    "own_names",
-    "read_identity",
-    "survey",
-]
+from tokenlake_server.start.standing_orders import Drop
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Version of the format of all files in the directory."""
-IDENTITY = "tokenlake-disk.json"
-_FRESH_IDENTITY = "tokenlake-disk.new"
-_SLAB = re.compile(r"slab-([0-9]{5})")
-_TABLE = re.compile(r"table-([0-9]{5})")
-_EARLIER = re.compile(r"(log|snapshot)-([0-9]{8})|snapshot\.new")
-"""Files of the index of format 1."""
-_ASIDE = re.compile(r"aside-([0-9]+)-(.+)")
+RESERVE_BYTES = 64 << 20
+"""Bytes of the file system that are left free, for other programs."""
+FREE_SHARE = 0.95
+"""Share of the free space that a device without a size takes."""
 GROWTH_BYTES = 64 << 20
 """A slab grows by so many bytes at a time where the device has room."""
 GROWTH_PARTS = 64
@@ -93,22 +82,6 @@ MAX_SLABS = 1 << 16
 class WrongKeys(Exception):
     """The segments in the directory are encrypted, and the daemon has no keys; the message names the directory's
     state."""
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The owner of a directory and the format of its files, in a file of their own. Another format may have other
-    fields than `format`. A daemon uses a directory of its format and its cluster."""
-
-    format: int
-    cluster: str = ""
-    node: str = ""
-    device: str = ""
-    """A random name of the directory, for people."""
-    encrypted: bool = False
-
-
-_DECODER = msgspec.json.Decoder(Identity)
-"""Made once: msgspec ends the process where two threads are the first to use a type at the same time."""
 
 
 class Place(NamedTuple):
@@ -130,113 +103,6 @@ class Found(NamedTuple):
     places: bytes
     """Slot and generation of each, packed as in `tokenlake.disk.places`."""
     notes: bytes
-
-
-def read_identity(files: Files) -> Identity | None:
-    """The identity of a directory; None where it has none, or one with two damaged copies. Raises OSError."""
-    if IDENTITY not in files.names():
-        return None
-    data = _content(files, IDENTITY)
-    for copy in (data[:BLOCK_BYTES], data[BLOCK_BYTES:]):
-        body, _, rest = copy.rstrip(b"\0").partition(b"\n")
-        if rest == f"{zlib.crc32(body):08x}\n".encode():
-            return _decoded(body)
-    # Another format has no copies.
-    found = _decoded(data)
-    return found if found is not None and found.format != FORMAT else None
-
-
-def _decoded(data: bytes) -> Identity | None:
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        return _DECODER.decode(data)
-    return None
-
-
-def pack_identity(identity: Identity) -> bytes:
-    """The content of the file with an identity."""
-    body = msgspec.json.encode(identity)
-    copy = body + f"\n{zlib.crc32(body):08x}\n".encode()
-    return copy.ljust(BLOCK_BYTES, b"\0") * 2
-
-
-def _content(files: Files, name: str) -> bytes:
-    file = files.open(name)
-    try:
-        data = bytearray(file.size())
-        count = read_sound(file, 0, memoryview(data))
-    finally:
-        file.close()
-    return bytes(data[:count])
-
-
-def own_names(files: Files) -> list[str]:
-    """The names of the files of the tier that are in use, the identity last: a crash while they are renamed or removed
-    one after the other leaves a directory that is treated in the same way again. Without the orders."""
-    patterns = (_SLAB, _TABLE, _EARLIER)
-    names = files.names()
-    own = [name for name in names if name == _FRESH_IDENTITY or any(each.fullmatch(name) for each in patterns)]
-    return sorted(own) + [name for name in names if name == IDENTITY]
-
-
-def orders_names(files: Files) -> list[str]:
-    """The names of the files with orders of operators."""
-    return [name for name in files.names() if name == FILE]
-
-
-def files_bytes(files: Files) -> int:
-    """Bytes of all files of the tier, of those kept aside, and of the orders. Raises OSError."""
-    nbytes = 0
-    for name in own_names(files) + aside_names(files) + orders_names(files):
-        file = files.open(name)
-        nbytes += file.size()
-        file.close()
-    return nbytes
-
-
-def aside_names(files: Files) -> list[str]:
-    """The names of the files that were kept aside."""
-    return sorted(name for name in files.names() if _ASIDE.fullmatch(name))
-
-
-class SurveyedSlab(NamedTuple):
-    """A slab as its table has it."""
-
-    slab: Slab
-    name: str
-    """Name of its file."""
-    stored: Records
-
-
-def survey(files: Files) -> list[SurveyedSlab]:
-    """The slabs of a directory, with their sound records; changes nothing. Raises OSError."""
-    found = []
-    for number in _numbers(files):
-        name, table = _slab_name(number), _table_name(number)
-        names = files.names()
-        blocks = [_content(files, table)[:BLOCK_BYTES]] if table in names else []
-        if name in names:
-            file = files.open(name)
-            try:
-                block = bytearray(BLOCK_BYTES)
-                file.read(0, [memoryview(block)])
-                blocks.append(bytes(block))
-            finally:
-                file.close()
-        slab = next((each for each in (read_slab(number, block) for block in blocks) if each is not None), None)
-        if slab is None or table not in names:
-            continue
-        file = files.open(table)
-        try:
-            places = max(0, file.size() - BLOCK_BYTES) // RECORD_BYTES
-            found.append(SurveyedSlab(slab, name, scan(file, places).stored))
-        finally:
-            file.close()
-    return found
-
-
-def _numbers(files: Files) -> list[int]:
-    matches = [_SLAB.fullmatch(name) or _TABLE.fullmatch(name) for name in files.names()]
-    return sorted({int(match[1]) for match in matches if match is not None})
 
 
 class _OpenSlab:
@@ -306,12 +172,12 @@ class DiskStore:
         names = own_names(self._files)
         identity = read_identity(self._files)
         # A process that was killed at its first start leaves an identity that has not its name yet, and nothing else.
-        reason = _refusal(identity, cluster) if names and names != [_FRESH_IDENTITY] else ""
+        reason = refusal_of(identity, cluster) if names and names != [FRESH_IDENTITY] else ""
         if reason:
-            self._keep_aside(names, reason)
+            self.aside = keep_aside(self._files, names, reason)
             identity = None
         if self.limit is not None:
-            self.limit = max(0, self.limit - self.aside_bytes())
+            self.limit = max(0, self.limit - aside_bytes(self._files))
         if identity is not None and identity.encrypted and not keys.current:
             raise WrongKeys("its segments are encrypted, and the setting 'disk_keys' is empty")
         if identity is not None and keys.current and not identity.encrypted:
@@ -326,52 +192,27 @@ class DiskStore:
             self._files.sync_names()
             identity = None
         if identity is None:
-            self._write_identity(
+            write_identity(
+                self._files,
                 Identity(
                     format=FORMAT, cluster=cluster, node=node, device=uuid.uuid4().hex, encrypted=bool(keys.current)
-                )
+                ),
             )
-        elif _content(self._files, IDENTITY) != pack_identity(identity):
-            log.warning("one of the two copies of %s was damaged, and is written anew", IDENTITY)
-            file = self._files.open(IDENTITY)
-            try:
-                file.write(0, [pack_identity(identity)])
-                file.sync()
-            finally:
-                file.close()
+        else:
+            repair_identity(self._files, identity)
         self._open_slabs()
         scanned = {each.slab.number: self._scanned(each) for each in self._slabs.values()}
         for drop in drops:
             self._drop(drop, scanned)
         return self._found(scanned)
 
-    def _keep_aside(self, names: Sequence[str], reason: str) -> None:
-        matches = map(_ASIDE.fullmatch, aside_names(self._files))
-        number = max((int(match[1]) for match in matches if match is not None), default=0) + 1
-        for name in names:
-            self._files.rename(name, f"aside-{number}-{name}")
-        self._files.sync_names()
-        self.aside = f"{reason}; its files are kept aside as aside-{number}-*"
-
-    def _write_identity(self, identity: Identity) -> None:
-        if _FRESH_IDENTITY in self._files.names():
-            self._files.remove(_FRESH_IDENTITY)
-        file = self._files.open(_FRESH_IDENTITY, create=True)
-        try:
-            file.write(0, [pack_identity(identity)])
-            file.sync()
-        finally:
-            file.close()
-        self._files.rename(_FRESH_IDENTITY, IDENTITY)
-        self._files.sync_names()
-
     def _open_slabs(self) -> None:
-        for number in _numbers(self._files):
+        for number in slab_numbers(self._files):
             self._open_slab(number)
 
     def _open_slab(self, number: int) -> None:
         names = self._files.names()
-        paths = _slab_name(number), _table_name(number)
+        paths = slab_name(number), table_name(number)
         files: list[File] = []
         if paths[0] not in names:
             files.append(self._files.open(paths[1]))
@@ -424,7 +265,7 @@ class DiskStore:
         for file in files:
             file.close()
         names = self._files.names()
-        for name in (_table_name(number), _slab_name(number)):
+        for name in (table_name(number), slab_name(number)):
             if name in names:
                 self._files.remove(name)
         self._names_changed = True
@@ -572,7 +413,7 @@ class DiskStore:
         fresh = Slab(number, tenant, slot_bytes)
         files: list[File] = []
         try:
-            for name in (_slab_name(number), _table_name(number)):
+            for name in (slab_name(number), table_name(number)):
                 files.append(self._files.open(name, create=True, direct=not files))
                 _write_block(files[-1], fresh)
         except BaseException:
@@ -632,21 +473,16 @@ class DiskStore:
         # Not under the lock, which is held for as long as a device that hangs does not answer.
         return sum(each.bytes + table_bytes(each.places) for each in list(self._slabs.values()))
 
-    def space(self) -> tuple[int, int]:
-        """Returns (bytes of all slabs as the rules count them, bytes that the file system has left), both while no slab
-        changes its size."""
+    def room(self, *, full: bool = False) -> int:
+        """Bytes that segments may take, as the rules count them. `full`: no more than they take now."""
         with self._lock:
-            counted = sum(slab_bytes(each.slab.slot_bytes, each.places) for each in self._slabs.values())
-            return counted, self._files.free_bytes()
-
-    def aside_bytes(self) -> int:
-        """Bytes of the files that were kept aside."""
-        nbytes = 0
-        for name in aside_names(self._files):
-            file = self._files.open(name)
-            nbytes += file.size()
-            file.close()
-        return nbytes
+            used = sum(slab_bytes(each.slab.slot_bytes, each.places) for each in self._slabs.values())
+            free = self._files.free_bytes()
+        if full:
+            return used if self.limit is None else min(self.limit, used)
+        if self.limit is None:
+            return used + max(0, int(free * FREE_SHARE) - RESERVE_BYTES)
+        return min(self.limit, used + max(0, free - RESERVE_BYTES))
 
     # -- records
 
@@ -725,22 +561,3 @@ def _write_block(file: File, slab: Slab) -> None:
     block = aligned_memory(BLOCK_BYTES)
     block[:] = pack_slab(slab)
     file.write(0, [block])
-
-
-def _slab_name(number: int) -> str:
-    return f"slab-{number:05}"
-
-
-def _table_name(number: int) -> str:
-    return f"table-{number:05}"
-
-
-def _refusal(identity: Identity | None, cluster: str) -> str:
-    """The reason why a daemon of this cluster must not use the files of a directory; empty if it may."""
-    if identity is None:
-        return f"the directory has no whole {IDENTITY}"
-    if identity.format != FORMAT:
-        return f"the directory has format {identity.format}, and this daemon writes format {FORMAT}"
-    if identity.cluster != cluster:
-        return f"the directory belongs to cluster '{identity.cluster}', and this node to cluster '{cluster}'"
-    return ""

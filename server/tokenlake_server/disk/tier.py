@@ -106,10 +106,10 @@ class DiskTier:
             for number, (disk, files) in enumerate(zip(config.disk, opened, strict=True))
         ]
         carry_out: dict[type, Sink] = {
-            DiskWrite: lambda order: self._devices[order.device].write(order),
-            DiskRead: lambda order: self._devices[order.device].read(order),
+            DiskWrite: lambda order: self._devices[order.device].carry_out(order),
+            DiskRead: lambda order: self._devices[order.device].carry_out(order),
+            DiskErase: lambda order: self._devices[order.device].carry_out(order),
             DiskForget: lambda order: self._devices[order.device].forget(order),
-            DiskErase: lambda order: self._devices[order.device].erase(order),
             DiskTrim: lambda order: self._devices[order.device].forget(order),
             Saved: self._all_saved,
             AbortFetch: self._abort_any,

@@ -202,7 +202,8 @@ class EngineConnection:
         allowed = tenants.user(self.process.uid) != -1
         with refused_for(Reason.TOKEN if allowed and hello.token is not None else Reason.UID):
             tenant = tenants.identify(self.process.uid, hello.token)
-        self.tenant, self.secret = tenant.name, tenant.secret
+        # The engine is sent it; msgspec refuses to encode a `Secret`.
+        self.tenant, self.secret = tenant.name, bytes(tenant.secret)
         self.query_engine = tenants.is_query_engine(hello.token)
         with refused_for(Reason.LAYOUT):
             layout = decode_layout(hello.layout)

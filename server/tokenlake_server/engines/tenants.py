@@ -8,12 +8,12 @@ import logging
 import os
 import secrets
 
-from tokenlake.config import ServerConfig, Tenant
+from tokenlake.config import Secret, ServerConfig, Tenant
 from tokenlake.errors import CredentialRefused
 
 log = logging.getLogger(__name__)
 
-DEFAULT_SECRET = hashlib.blake2b(b"tokenlake: the only tenant", digest_size=32).digest()
+DEFAULT_SECRET = Secret(hashlib.blake2b(b"tokenlake: the only tenant", digest_size=32).digest())
 """Secret of the tenant 'default'. It is public: a single tenant has no other tenant to be protected from, and every
 node of the pool must derive the same keys without configuration."""
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenlake.config import Address, kinds
+from tokenlake.config import Address, is_loopback
 from tokenlake.errors import ProtocolRefused
 from tokenlake_server.engines.local_socket import listen
 from tokenlake_server.kv_events.peer_user import peer_user
@@ -64,7 +64,7 @@ class Listener:
         `ConfigurationError` for an address that cannot be opened."""
         self._address = address
         self._topic = topic
-        self._users = users if isinstance(address, str) or kinds.is_loopback(address.host) else None
+        self._users = users if isinstance(address, str) or is_loopback(address.host) else None
         """None: the readers are in other machines too, and everyone who reaches the address may read."""
         self._room = room
         self._make = make

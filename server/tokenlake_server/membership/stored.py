@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenlake.config import Address, kinds, parse_address
+from tokenlake.config import Address, parse_address
+from tokenlake.config.kinds import Kind, Name
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused
 from tokenlake_server.membership.base import Account
@@ -30,7 +31,7 @@ MAX_VIRTUAL_NODES = 1 << 18
 """Limit of a record's virtual nodes: building a ring of them takes a few seconds. A record that asks for more was not
 written by a daemon, or its unit is far too small for the nodes of today."""
 MAX_EPOCH = 1 << 48
-_NAME = kinds.name()
+_NAME = Kind.of(Name)
 _NO_VALUE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 """Errors of a value that no daemon wrote: other JSON, numbers out of range, lists that are nested too deeply."""
 CONFLICT_S = 0.05

@@ -19,21 +19,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import mmap
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-
-import xxhash
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.memory.region import RegionShape
 from tokenlake.metrics import Level, Metric
 from tokenlake.where import device_of
 from tokenlake.wire import peer
-from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.places import HOST, Place, unpack_places
 from tokenlake.wire.slots import SlotRef
@@ -42,6 +37,7 @@ from tokenlake_server.bulk.transport import SEND_STALL_S, Incoming, Outgoing, Re
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.nixl.agent import Agent, NotStarted, Span, State
 from tokenlake_server.nixl.read import Piece, Read, ReadInflow, address_of, pieces_of
+from tokenlake_server.nixl.remote import ProbeMemory, Remote
 
 log = logging.getLogger(__name__)
 
@@ -73,25 +69,6 @@ UNSETTLED = Metric(
 )
 
 
-class _Remote:
-    """The agent of another node, as this node knows it."""
-
-    def __init__(self, told: peer.MemoryAgent, before: _Remote | None) -> None:
-        self.told = told
-        self.met = False
-        """True if this node's agent has loaded the description that the other node sent."""
-        self.proven: bool = before is not None and before.proven and before.told.agent == told.agent
-        """True if the last probe, or read, from the agent succeeded."""
-        self.probe_at = 0.0
-        self.failures: int = before.failures if before is not None else 0
-        """Number of failed probes and reads since the last one that succeeded."""
-
-    @property
-    def ready(self) -> bool:
-        """True if segments can be read."""
-        return self.met and self.proven
-
-
 class Nixl:
     """The transport over NIXL; see `Transport`. `heard`, `lost`, `gauges` and `close` are called on the control loop,
     or while it does not run; the other methods by any thread."""
@@ -116,7 +93,7 @@ class Nixl:
         """Guards the fields below, and wakes the two threads."""
         self._orders: deque[Callable[[], None]] = deque()
         """Work for the agent's thread."""
-        self._remotes: dict[str, _Remote] = {}
+        self._remotes: dict[str, Remote] = {}
         self._memory: dict[int, Span] = {}
         """The memory of the regions; each agent registers all of it."""
         self._described: frozenset[int] = frozenset()
@@ -126,10 +103,7 @@ class Nixl:
         self._introduction: peer.MemoryAgent | None = None
         """The description of the present agent for other nodes; None while no memory of this node may be read."""
         self._closing = False
-        self._probe = mmap.mmap(-1, 2 * peer.PROBE_BYTES)
-        """The bytes that probes of other nodes read, then those that this node's last probe has read."""
-        self._probe[: peer.PROBE_BYTES] = os.urandom(peer.PROBE_BYTES)
-        self._probe_checksum = _checksum(self._probe[: peer.PROBE_BYTES])
+        self._probe = ProbeMemory()
         # Only the agent's thread changes the fields from here to `_failures`; `gauges` reads some of them.
         self._agent: Agent | None = None
         self._lives = 0
@@ -202,7 +176,7 @@ class Nixl:
         answer = peer.Pulled(
             outgoing.answer.slot_bytes,
             outgoing.answer.codes,
-            outgoing.answer.checksums or self._probe_checksum,
+            outgoing.answer.checksums or self._probe.checksum,
             outgoing.answer.contents,
             b"".join(place.pack() for place in places),
         )
@@ -224,7 +198,7 @@ class Nixl:
     def _places(self, outgoing: Outgoing) -> list[Place]:
         size = outgoing.answer.slot_bytes
         if not outgoing.answer.codes:
-            return [Place(address_of(self._probe), size, 0, HOST)]
+            return [Place(self._probe.source[0], size, 0, HOST)]
         with self._changed:
             spans = [self._memory[slot.region] for slot in outgoing.slots]
         shapes = {slot.region: RegionShape(self._arena.region(slot.region).nbytes, size) for slot in outgoing.slots}
@@ -295,7 +269,7 @@ class Nixl:
         with self._changed:
             before = self._remotes.pop(node, None)
             if message.agent and set(message.networks) & set(self._networks):
-                self._remotes[node] = _Remote(message, before)
+                self._remotes[node] = Remote(message, before)
         self._order(self._meet_all)
 
     def lost(self, node: str) -> None:
@@ -415,7 +389,7 @@ class Nixl:
         agent = None
         try:
             agent = self._make(f"{self._name}/{self._lives}")
-            agent.register((address_of(self._probe), len(self._probe), HOST))
+            agent.register(self._probe.span)
             for span in list(self._memory.values()):
                 agent.register(span)
         except OSError as error:
@@ -577,7 +551,7 @@ class Nixl:
                     if not remote.met and not self._closing:
                         self._changed.wait(PATIENCE_S)
 
-    def _next_due(self) -> tuple[str, _Remote] | None:
+    def _next_due(self) -> tuple[str, Remote] | None:
         """Wait for a node that is to be probed, or to be met again after a failure. None when the daemon ends."""
         with self._changed:
             while not self._closing:
@@ -592,7 +566,7 @@ class Nixl:
                 self._changed.wait(min((remote.probe_at - now for _, remote in waiting), default=None))
         return None
 
-    def _probe_node(self, node: str, remote: _Remote, connections: BulkConnections) -> None:
+    def _probe_node(self, node: str, remote: Remote, connections: BulkConnections) -> None:
         until = time.monotonic() + PROBE_S
         try:
             with connections.opened(node, until) as stream:
@@ -602,15 +576,14 @@ class Nixl:
                 places = unpack_places(answer.places)
                 if [place.length for place in places] != [peer.PROBE_BYTES]:
                     raise OSError("it does not let its memory be read now")
-                sink = (address_of(self._probe) + peer.PROBE_BYTES, peer.PROBE_BYTES, HOST)
                 source = (places[0].address, peer.PROBE_BYTES, places[0].device)
-                read = Read(node, remote.told.agent, [Piece([sink], [source], peer.PROBE_BYTES)])
+                read = Read(node, remote.told.agent, [Piece([self._probe.sink], [source], peer.PROBE_BYTES)])
                 self._order(lambda: self._reads.append(read))
                 try:
                     read.wait(peer.PROBE_BYTES, until, 0.0)
                 finally:
                     read.end()
-                if _checksum(self._probe[peer.PROBE_BYTES :]) != answer.checksums:
+                if self._probe.received() != answer.checksums:
                     raise OSError("a probe has brought wrong bytes")
                 stream.send_frame(peer.Taken(1))
         except (OSError, TokenLakeError, ValueError) as error:
@@ -619,7 +592,3 @@ class Nixl:
         with self._changed:
             remote.proven, remote.failures = True, 0
         log.info("the memory of %s is read with NIXL", node)
-
-
-def _checksum(probe: bytes) -> bytes:
-    return xxhash.xxh3_64_intdigest(probe).to_bytes(CHECKSUM_BYTES, "little")

@@ -18,15 +18,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from tokenlake.config import Address, kinds
+from tokenlake.config import Address
 from tokenlake.core import events
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.errors import (
-    ConfigurationError,
     CredentialRefused,
     ProtocolRefused,
     RingRefused,
@@ -44,11 +42,12 @@ from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.peers.addresses import PeerAddresses, set_tcp_options
 from tokenlake_server.peers.certificates import Certificates, require_node, shown
 from tokenlake_server.peers.connection_keys import Granted, KeptKeys, new_keys
-from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, Pending
 from tokenlake_server.peers.introductions import Introductions
+from tokenlake_server.peers.listeners import Listeners
+from tokenlake_server.peers.refusals import Refusals
 from tokenlake_server.peers.states import PeerStates
 from tokenlake_server.peers.tls import TlsSession, is_tls
-from tokenlake_server.start.start_errors import address_error
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +77,6 @@ MAX_HANDSHAKES_OF_SOURCE = 64
 UNSENT_BYTES, LEAST_UNSENT_BYTES = 16 << 20, peer.MAX_FRAME
 """Limit of the bytes that wait to be sent to all other nodes together, which share it in equal parts; and the least
 part of a node."""
-MAX_REASON = 2000
-"""Limit of the characters of a logged refusal; the other daemon may have written its reason."""
-REFUSAL_S = 1.0
-"""Minimum seconds between two log lines about refused connections with the same node, whichever side refused."""
-
 UNKNOWN_MESSAGES = Metric(
     "tokenlake_unknown_messages_total", "Messages of other nodes, of types that only a newer version knows; dropped"
 )
@@ -91,36 +85,6 @@ UNKNOWN_MESSAGES = Metric(
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes, RecordKeys | None], None]
 """Function that takes a socket over after its handshake: called with (socket, the dialler's hello, bytes behind the
 handshake that were read already, keys of its records). Without keys the connection is plain."""
-
-
-@dataclass
-class _Handshake:
-    """A connection whose other side has not yet proven its identity."""
-
-    timer: asyncio.TimerHandle
-    source: str
-    """The source address of an accepted connection; empty where this daemon dialled."""
-    dialled: str | None
-    """The node that this daemon dialled; None where the other daemon dialled."""
-    ended: asyncio.Future[None] | None
-    """The end of the attempt, where this daemon dialled: the future is done when the attempt has succeeded or
-    failed."""
-    side: Dialler | Acceptor | None
-    """The part of the handshake that this daemon plays, dialler or acceptor; None until the other daemon's hello."""
-    certified: str | None = None
-    """The node that the other side's certificate names; None without TLS."""
-    purpose: Literal["control", "join"] = "control"
-    """The purpose, where this daemon dialled."""
-    opening: bytes = b""
-    """The id of the connection while it waits for its keys; empty otherwise."""
-
-    @property
-    def node(self) -> str:
-        """The name of the other node: the one that was dialled, or the unproven name that the dialler gave; empty
-        before its hello."""
-        if self.certified is not None and self.dialled is None:
-            return self.certified
-        return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
 class PeerConnections:
@@ -144,7 +108,7 @@ class PeerConnections:
         self._tls_threads = started_threads(TLS_THREADS, "tls") if certificates is not None else None
         self._reloading = loop.create_task(self._keep_reloading()) if certificates is not None else None
         self._keys = KeptKeys(identity.cluster)
-        self._waiting: dict[bytes, tuple[FrameConnection, _Handshake]] = {}
+        self._waiting: dict[bytes, tuple[FrameConnection, Pending]] = {}
         """Connections whose keys have not arrived yet, by the id of the connection."""
         self._identity = identity
         self._addresses = addresses
@@ -152,13 +116,11 @@ class PeerConnections:
         self._loop = loop
         self._adopters = adopt
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
-        self._handshakes: dict[FrameConnection, _Handshake] = {}
+        self._handshakes: dict[FrameConnection, Pending] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._pauses: dict[str, float] = {}
         """Seconds before the next attempt to dial a peer."""
         self._resolving: set[asyncio.Task[None]] = set()
-        self._refused: dict[str, tuple[str, float]] = {}
-        """For each node, the last line of the log about a refusal, and its time."""
         self.on_stranger: Callable[[str], None] = lambda node: None
         """Called with the name of a node that belongs to the cluster by its proof, and is no member that this node
         knows: the membership may have a newer record."""
@@ -178,10 +140,9 @@ class PeerConnections:
         self.introductions = Introductions(
             identity.node, addresses.empty(), partial(self._attempt, purpose="join"), _reason, loop
         )
-        self._socks = [_listen(listen, "listen"), *(_listen(each, "bulk_listen") for each in bulk_listen)]
-        self.address = Address(*self._socks[0].getsockname()[:2])
-        for sock in self._socks:
-            loop.add_reader(sock, self._accept, sock)
+        self._refusals = Refusals(identity.node, addresses, self.introductions, self.states)
+        self._listeners = Listeners(listen, bulk_listen, self._accept, loop)
+        self.address = self._listeners.address
         driver.carry_out(SendToPeer, self._say)
         driver.carry_out(Note, lambda note: log.warning("%s", note.text, extra={"kind": note.kind}))
         for name in addresses.names:
@@ -199,7 +160,7 @@ class PeerConnections:
             self._drop(name, "it is not a member any more")
         self.controls = {name: control for name, control in self.controls.items() if name in self._addresses}
         self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in self._addresses}
-        self._refused = {name: last for name, last in self._refused.items() if name in self._addresses}
+        self._refusals.follow()
         for name in self._addresses.names:
             if name not in self._connections:
                 self._dial_soon(name)
@@ -250,16 +211,7 @@ class PeerConnections:
 
     # -- accepting
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, (source, *_) = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            log.warning("a connection could not be accepted: %s", error)
-            self._loop.remove_reader(listener)
-            self._loop.call_later(REDIAL_S, self._accept_again, listener)
-            return
+    def _accept(self, sock: socket.socket, source: str) -> None:
         self._make_room(source)
         self._begin_handshake(sock, source, None, None)
 
@@ -275,10 +227,6 @@ class PeerConnections:
             return
         oldest = next(each for each, handshake in self._handshakes.items() if handshake.source == crowded)
         oldest.close("its handshake was not complete when too many others had connected")
-
-    def _accept_again(self, listener: socket.socket) -> None:
-        if not self._closing:
-            self._loop.add_reader(listener, self._accept, listener)
 
     def _begin_handshake(
         self,
@@ -308,7 +256,7 @@ class PeerConnections:
             max_unsent=max(LEAST_UNSENT_BYTES, UNSENT_BYTES // max(1, len(self._addresses))),
         )
         timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
-        handshake = self._handshakes[connection] = _Handshake(timer, source, dialled, ended, None, purpose=purpose)
+        handshake = self._handshakes[connection] = Pending(timer, source, dialled, ended, None, purpose=purpose)
         connection.on_refused = lambda error: self._log_refusal(handshake, str(error))
         if dialled is None:
             connection.on_first = lambda data: self._choose_encryption(connection, handshake, data)
@@ -317,13 +265,13 @@ class PeerConnections:
         else:
             self._send_hello(connection, handshake, dialled)
 
-    def _send_hello(self, connection: FrameConnection, handshake: _Handshake, dialled: str) -> None:
+    def _send_hello(self, connection: FrameConnection, handshake: Pending, dialled: str) -> None:
         handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), handshake.purpose)
         connection.send(pack_frame(handshake.side.hello))
 
     # -- encryption
 
-    def _choose_encryption(self, connection: FrameConnection, handshake: _Handshake, first: bytes) -> None:
+    def _choose_encryption(self, connection: FrameConnection, handshake: Pending, first: bytes) -> None:
         """Start TLS on an accepted connection whose first bytes ask for it. Other connections of a node with
         certificates may only name their keys (`OpenConnection`)."""
         if not is_tls(first):
@@ -333,7 +281,7 @@ class PeerConnections:
         else:
             self._start_tls(connection, handshake)
 
-    def _start_tls(self, connection: FrameConnection, handshake: _Handshake) -> None:
+    def _start_tls(self, connection: FrameConnection, handshake: Pending) -> None:
         assert self._certificates is not None
         assert self._tls_threads is not None
         session = TlsSession(self._certificates.current, server=handshake.dialled is None)
@@ -380,10 +328,15 @@ class PeerConnections:
             raise Unreachable("the daemon stops") from error
         return message.connection, keys
 
-    def _open(self, connection: FrameConnection, handshake: _Handshake, granted: Granted) -> None:
+    def _open(self, connection: FrameConnection, handshake: Pending, granted: Granted) -> None:
         """Hand over a connection whose keys were found."""
         connection.send(pack_frame(peer.PeerWelcome()))
         self._hand_over(connection, granted.hello, granted.keys)
+
+    def _log_refusal(self, handshake: Pending, reason: str) -> None:
+        proven = handshake.dialled is not None or handshake.certified is not None
+        connected = self._connections
+        self._refusals.log(handshake.node, handshake.source, reason, proven=proven, connected=connected)
 
     def _hand_over(self, connection: FrameConnection, hello: peer.PeerHello, keys: RecordKeys | None) -> None:
         """Hand an accepted connection over to the owner of connections of that purpose."""
@@ -395,7 +348,7 @@ class PeerConnections:
         sock, rest = connection.detach()
         self._adopters[hello.purpose](sock, hello, rest, keys)
 
-    def _continue_handshake(self, connection: FrameConnection, handshake: _Handshake, body: bytes) -> None:
+    def _continue_handshake(self, connection: FrameConnection, handshake: Pending, body: bytes) -> None:
         """Handle one frame of a handshake with another daemon."""
         try:
             match decode(peer.handshake_decoder, body), handshake.side:
@@ -437,11 +390,11 @@ class PeerConnections:
         except TokenLakeError as error:
             self._refuse_handshake(connection, handshake, error)
 
-    def _names_its_key(self, handshake: _Handshake) -> bool:
+    def _names_its_key(self, handshake: Pending) -> bool:
         """True while a connection may name its keys: once, and before anything else."""
         return self._certificates is not None and handshake.certified is None and not handshake.opening
 
-    def _refuse_handshake(self, connection: FrameConnection, handshake: _Handshake, error: TokenLakeError) -> None:
+    def _refuse_handshake(self, connection: FrameConnection, handshake: Pending, error: TokenLakeError) -> None:
         self._log_refusal(handshake, str(error))
         connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         connection.close(str(error))
@@ -471,7 +424,7 @@ class PeerConnections:
             self._resolve_soon(hello.node)
             self._established(connection, hello.node, hello.incarnation, hello)
 
-    def _check_certified(self, handshake: _Handshake, hello: peer.PeerHello) -> None:
+    def _check_certified(self, handshake: Pending, hello: peer.PeerHello) -> None:
         """Check the hello of a dialler against its certificate, which is absent on a plain connection."""
         if handshake.certified is None:
             return
@@ -490,35 +443,6 @@ class PeerConnections:
         task = self._loop.create_task(resolve())
         self._resolving.add(task)
         task.add_done_callback(self._resolving.discard)
-
-    def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
-        """Log a refusal, unless the line equals the last one about this node, or `REFUSAL_S` has not passed since that
-        line. Peers repeat their attempts, so a refusal that was left out is logged later."""
-        # Name and reason may come from a process that has not proven its identity: names of nodes that are not peers
-        # share one entry of the map, so that the map cannot grow. Handshakes without a name have an entry for each node
-        # that they may belong to; the lines of two nodes would otherwise alternate without a limit.
-        name = handshake.node or "an unnamed process"
-        if handshake.dialled is None and handshake.certified is None:
-            name = f"{name} (not proven)" if handshake.node else f"an unnamed process at {handshake.source}"
-        line = f"{name} refused: {reason}"[:MAX_REASON]
-        node = handshake.node
-        if node not in self._addresses and node not in self.introductions:
-            node = self._likely(handshake.source) or self.introductions.at(handshake.source)
-        self.states.refused(node, reason)
-        self.introductions.states.refused(node, reason)
-        last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
-        now = self._loop.time()
-        if line != last and now - logged_at >= REFUSAL_S:
-            self._refused[node] = line, now
-            log.error("connection with %s", line)
-
-    def _likely(self, source: str) -> str:
-        """The node to which a handshake may belong that ended before it named its node: the only one without a
-        connection that dials this one and has the address `source`. Empty if there is none, or several."""
-        found = [
-            name for name in self._addresses.at(source) if name < self._identity.node and name not in self._connections
-        ]
-        return found[0] if len(found) == 1 else ""
 
     # -- established
 
@@ -542,7 +466,7 @@ class PeerConnections:
             location = NOWHERE
         self._drop(node, "replaced by a newer connection")
         self.controls[node] = told.control
-        self._refused.pop(node, None)
+        self._refusals.forget(node)
         self.states.connected(node)
         self._connections[node] = (connection, incarnation)
         connection.on_broken = None
@@ -645,9 +569,7 @@ class PeerConnections:
         self._closing = True
         self.states.close()
         await self.introductions.close()
-        for sock in self._socks:
-            self._loop.remove_reader(sock)
-            sock.close()
+        self._listeners.close()
         tasks: list[asyncio.Task[None]] = [*self._dialling.values(), *self._resolving]
         if self._reloading is not None:
             tasks.append(self._reloading)
@@ -664,29 +586,3 @@ class PeerConnections:
 def _reason(error: OSError) -> str:
     """The reason why there is no connection. The text of asyncio names the call instead."""
     return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"
-
-
-def _listen(address: Address, setting: str) -> socket.socket:
-    try:
-        family, _, _, _, resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigurationError(setting, str(address), f"an address of this machine ({error.strerror})") from error
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(resolved)
-    except OSError as error:
-        sock.close()
-        raise address_error(setting, address, error) from error
-    if not kinds.is_loopback(address.host) and kinds.is_loopback(str(resolved[0])):
-        log.warning(
-            "'%s' is %s, which this machine resolves to %s, an address of its own that no other machine reaches: take "
-            "the name out of the line with %s in /etc/hosts, or give the address",
-            setting,
-            address,
-            resolved[0],
-            resolved[0],
-        )
-    sock.listen(128)
-    sock.setblocking(False)
-    return sock

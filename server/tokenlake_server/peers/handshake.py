@@ -13,14 +13,17 @@ It covers both nonces, so that a recorded handshake is not accepted again, and t
 the proof of a control connection does not open a bulk connection. The acceptor proves itself first. Messages of the
 other side are hashed as they were received, with fields that only a newer version knows.
 
-This module does no I/O; nonces are passed in. The frames after the handshake are neither encrypted nor authenticated.
+The handshake does no I/O; nonces are passed in. The frames behind it are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -175,3 +178,33 @@ def _check_cluster(identity: PeerIdentity, node: str, cluster: str) -> None:
             f"node '{node}' belongs to the cluster '{cluster}', and '{identity.node}' to '{identity.cluster}'; nodes "
             "of one cluster have the same setting 'cluster'"
         )
+
+
+@dataclass
+class Pending:
+    """A connection whose other side has not yet proven its identity."""
+
+    timer: asyncio.TimerHandle
+    source: str
+    """The source address of an accepted connection; empty where this daemon dialled."""
+    dialled: str | None
+    """The node that this daemon dialled; None where the other daemon dialled."""
+    ended: asyncio.Future[None] | None
+    """The end of the attempt, where this daemon dialled: the future is done when the attempt has succeeded or
+    failed."""
+    side: Dialler | Acceptor | None
+    """The part of the handshake that this daemon plays, dialler or acceptor; None until the other daemon's hello."""
+    certified: str | None = None
+    """The node that the other side's certificate names; None without TLS."""
+    purpose: Literal["control", "join"] = "control"
+    """The purpose, where this daemon dialled."""
+    opening: bytes = b""
+    """The id of the connection while it waits for its keys; empty otherwise."""
+
+    @property
+    def node(self) -> str:
+        """The name of the other node: the one that was dialled, or the unproven name that the dialler gave; empty
+        before its hello."""
+        if self.certified is not None and self.dialled is None:
+            return self.certified
+        return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""

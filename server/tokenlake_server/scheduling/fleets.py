@@ -17,7 +17,8 @@ from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates, Request, Router
 from tokenlake.planner.router import Start
 from tokenlake_proto.v1 import scheduling_pb2 as pb
-from tokenlake_server.scheduling.messages import MAX_NAME, check_name, model_of, request_of, start_of
+from tokenlake_server.control.messages import MAX_NAME, check_name
+from tokenlake_server.scheduling.messages import model_of, request_of, start_of
 
 TOTAL_BYTES = 8 << 20
 """Limit of the bytes that the fleets of all tenants make the daemon keep."""

@@ -15,6 +15,7 @@ from tokenlake.core.instructions import Located
 from tokenlake.core.node import MemberState
 from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.metrics import Level, Metric
 from tokenlake.opaque_layout import AnyLayout
 from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
 from tokenlake.wire.slots import join_keys
@@ -22,6 +23,7 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
+from tokenlake_server.control.messages import layout_message
 from tokenlake_server.control.service import Unary
 from tokenlake_server.control.work import Work
 from tokenlake_server.engines.listener import EngineListener
@@ -32,7 +34,6 @@ from tokenlake_server.scheduling.messages import (
     check_work,
     distinct,
     hints_of,
-    layout_message,
     plans_message,
     rates_of,
     request_of,
@@ -41,6 +42,12 @@ from tokenlake_server.scheduling.messages import (
     tree_of,
 )
 
+FLEET_BYTES = Metric(
+    "tokenlake_fleet_bytes",
+    "Bytes that are charged for the fleets of schedulers: instances, requests under way",
+    "tenant",
+    kind="gauge",
+)
 AT_ONCE = 2
 """Questions of one call that the rules answer at a time; each takes up to half a millisecond of the control loop."""
 MAX_BATCHES = 64
@@ -51,15 +58,16 @@ class Scheduling:
     """The methods of the service `Scheduling`. They are called in the admin thread; calculations, and the fleets that
     these change, belong to the thread of `work`."""
 
-    def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener, work: Work, fleets: Fleets) -> None:
+    def __init__(self, bridge: Bridge, driver: Driver, engines: EngineListener, work: Work, tenants: int) -> None:
+        """`tenants`: their number, which share the bytes of fleets."""
         self._bridge = bridge
         self._driver = driver
         self._engines = engines
         self._work = work
-        self._fleets = fleets
+        self._fleets = Fleets(tenants)
         self._members = Cached(lambda: bridge.call(driver.core.members))
-        self.kept_bytes: dict[str, int] = {}
-        """The bytes that are kept for the fleets of each tenant."""
+        self._kept_bytes: dict[str, int] = {}
+        """The bytes that are kept for the fleets of each tenant; read by the control loop."""
         self.functions: dict[str, Unary] = {
             "GetLayouts": self.get_layouts,
             "GetPrefixTree": self.get_prefix_tree,
@@ -184,12 +192,16 @@ class Scheduling:
         self, tenant: Tenant, fleet: pb.Fleet, now: float | None = None
     ) -> tuple[Fleet, Model, dict[str, NodeId]]:
         found = self._fleets.update(tenant.name, fleet, time.monotonic() if now is None else now)
-        self.kept_bytes = self._fleets.kept_bytes
+        self._kept_bytes = self._fleets.kept_bytes
         return found
 
     def _fit(self, tenant: Tenant) -> None:
         self._fleets.fit(tenant.name)
-        self.kept_bytes = self._fleets.kept_bytes
+        self._kept_bytes = self._fleets.kept_bytes
+
+    def gauges(self) -> list[Level]:
+        """Gauges for the metrics page. Called on the control loop."""
+        return [Level(FLEET_BYTES, (tenant,), nbytes) for tenant, nbytes in self._kept_bytes.items()]
 
     # -- inside
 

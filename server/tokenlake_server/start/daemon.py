@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from tokenlake.config import Address, RuleSettings, ServerConfig, kinds, parse_address
+from tokenlake.config import Address, RuleSettings, ServerConfig, is_loopback, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.context import DRAIN_S, GOSSIP_S, ring_of
+from tokenlake.core.context import DRAIN_S, GOSSIP_S
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import CloseRegion, CutRegion, Drained, MakeRegion, ReadRing, Stamp
+from tokenlake.core.instructions import ReadRing, Stamp
 from tokenlake.directory.ring_record import RingRecord
-from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.errors import ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.location import shown_location
 from tokenlake.memory import Cursor
@@ -35,20 +33,20 @@ from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server.bulk.choice import open_transports
 from tokenlake_server.bulk.receiver import BulkReceiver
 from tokenlake_server.bulk.sender import BulkSender
+from tokenlake_server.control.node_parts import NodeParts
 from tokenlake_server.disk.tier import DiskTier, disk_gauges
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.connected_process import LOCK_S, kernel_has_pidfds
 from tokenlake_server.engines.contents import Contents
 from tokenlake_server.engines.listener import EngineListener, EngineSettings
 from tokenlake_server.engines.query_engine import QueryEngine
+from tokenlake_server.engines.regions import Regions, makers
 from tokenlake_server.engines.slot_checker import SlotChecker
 from tokenlake_server.engines.tenants import Tenants
-from tokenlake_server.kv_events import KvEvents
 from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.loop.driver import Driver
-from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.loop.watchdog import Watchdog
-from tokenlake_server.membership import Account, Members, Membership, MembershipState, open_membership, static_members
+from tokenlake_server.membership import MembershipState, open_membership, static_members
 from tokenlake_server.metrics_page import (
     CERTIFICATE_BEGIN,
     CERTIFICATE_END,
@@ -57,37 +55,24 @@ from tokenlake_server.metrics_page import (
     MetricsServer,
     Snapshot,
 )
-from tokenlake_server.nixl.transport import Nixl
 from tokenlake_server.peers.addresses import PeerAddresses
 from tokenlake_server.peers.certificates import CertificateFiles, Certificates
 from tokenlake_server.peers.connections import Adopt, PeerConnections
 from tokenlake_server.peers.handshake import PeerIdentity
 from tokenlake_server.peers.measurement import PeerMeasurement
 from tokenlake_server.peers.states import PeerState
+from tokenlake_server.start.ring_follower import RingFollower
 from tokenlake_server.start.standing_orders import StandingOrders
 from tokenlake_server.start.start_errors import ModuleMissing
-from tokenlake_server.start.state_file import StateFile
 
 if TYPE_CHECKING:
     from tokenlake_server.control.server import ControlServer
+    from tokenlake_server.nixl.transport import Nixl
 
 log = logging.getLogger(__name__)
 
-SAVE_S = 60.0
-"""Seconds between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
 """Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
-RETRY_S = 0.5
-"""Seconds between two attempts to allocate the memory of a region, or to give it back."""
-MOST_MAKERS = 8
-"""Maximum number of threads that allocate memory. The kernel zeroes pages at the bandwidth of the memory with fewer."""
-PROGRESS_S = 10.0
-"""Seconds between two lines of the log about the memory that is being prepared."""
-
-
-def makers() -> int:
-    """Returns the number of threads that allocate memory."""
-    return min(MOST_MAKERS, len(os.sched_getaffinity(0)))
 
 
 def core_config(
@@ -138,32 +123,14 @@ class Daemon:
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
-        self._report = report
         self._started = time.time()
-        self._closing = asyncio.Event()
-        self._making: set[asyncio.Task[None]] = set()
-        self._freeing: set[asyncio.Task[None]] = set()
-        self._makers = started_threads(makers(), "memory")
-        self.prepared = asyncio.Event()
-        """Set once all memory has been allocated for the first time."""
-        self._progress_at = time.monotonic() + PROGRESS_S
         self.driver = Driver(core, loop, self._failed, speed)
         core.start(self.driver.now)
         self.watchdog: Watchdog = getattr(loop, "watchdog", None) or Watchdog()
         self.watchdog.use(core.counters)
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
-        self.driver.carry_out(MakeRegion, self._make_region)
-        self.driver.carry_out(CutRegion, self._cut_region)
-        self.driver.carry_out(CloseRegion, self._close_region)
         self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
-        self.driver.carry_out(Drained, lambda order: self.begin(self._leave(order)))
-        self.left = asyncio.Event()
-        """Set when this node has drained and left the ring: the daemon may end."""
-        self._changing_ring = asyncio.Lock()
-        self._working: set[asyncio.Task[None]] = set()
-        self.drain_s = rules.drain_s
-        """Limit of the seconds of a drain."""
         certificates = self._certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
         identity = PeerIdentity(
@@ -181,6 +148,7 @@ class Daemon:
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
         )
         self._transports = open_transports(config, incarnation, arena)
+        self.regions = Regions(arena, self.driver, self._transports, loop, report)
         self.contents = _contents(config, self._admin, loop, self.driver)
         self.senders = BulkSender(arena, self.driver, self._transports, self.contents)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
@@ -235,6 +203,7 @@ class Daemon:
             self.contents,
             self.orders,
         )
+        self.regions.on_closed = self.engines.region_closed
         log.info(
             "this kernel reports the end of every engine's process (SO_PEERPIDFD)"
             if kernel_has_pidfds()
@@ -244,92 +213,33 @@ class Daemon:
         self.driver.start()
         self.control: ControlServer | None = None
         try:
-            self.control = _control(
-                config,
-                origin,
-                self._admin,
-                loop,
-                self.driver,
-                self.engines,
-                self.membership,
-                tenants,
-                self.snapshot,
-                self._controls,
-                PeerMeasurement(identity, addresses, self.peers.new_keys),
-                self.orders,
-                self.disk,
-            )
+            if (server := _control_server(config)) is not None:
+                measurement = PeerMeasurement(identity, addresses, self.peers.new_keys)
+                parts = NodeParts(
+                    config,
+                    origin,
+                    self.driver,
+                    self.engines,
+                    self.membership,
+                    tenants,
+                    self.snapshot,
+                    self._controls,
+                    measurement,
+                    self.orders,
+                    self.disk,
+                )
+                self.control = server(parts, self._admin, loop)
         except BaseException:
             self.engines.close()
             raise
-        self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
-        self._saving = loop.create_task(self._save_state()) if self._state is not None else None
-        learned = self._state.load() if self._state is not None else None
-        if learned is not None:
-            self.driver.handle(events.StatisticsLoaded(learned))
-        self._encrypted = certificates is not None or config.unencrypted_beyond_loopback
+        encrypted = certificates is not None or config.unencrypted_beyond_loopback
+        self.ring = RingFollower(self.membership, self.driver, self.peers, self.receivers, loop, encrypted=encrypted)
+        if self.control is not None:
+            self.ring.account_read = self.control.account_read
         own = parse_address(config.listen)
         advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
-        self.membership.start(advertised, self._members_changed)
+        self.membership.start(advertised, self.ring.follow)
         self.disk.start()
-
-    def _members_changed(self, members: Members) -> None:
-        self.begin(self.change_ring(members.record, members.addresses))
-        self.peers.introductions.follow({name: self._reachable(name, at) for name, at in members.unproven.items()})
-
-    def begin(self, work: Coroutine[None, None, None]) -> None:
-        """Begin work of the membership, which `close` ends."""
-        task = self._loop.create_task(work)
-        self._working.add(task)
-        task.add_done_callback(self._worked)
-
-    def _worked(self, task: asyncio.Task[None]) -> None:
-        self._working.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a change of the members failed", exc_info=error)
-
-    async def drain(self) -> None:
-        """Let this node hand its segments over and leave the ring; `left` is set then. Raises `Unreachable` and
-        `MembershipRefused`."""
-        log.info("this node drains: it hands its segments over and leaves the ring, within about %.0f s", self.drain_s)
-        await self.membership.drain()
-
-    async def _leave(self, drained: Drained) -> None:
-        """Take this node, which has drained, out of the ring record."""
-        account = Account(drained.moved, (drained.lost_segments, drained.lost_bytes))
-        try:
-            await self.membership.leave(account)
-            log.info("this node has drained and left the ring: %s", account)
-            if self.control is not None:
-                await self.control.account_read()
-        except TokenLakeError as error:
-            log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
-        self.left.set()
-
-    async def change_ring(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
-        """Follow a ring record of the membership, with the address of each member: the rules first, then the
-        connections. A record that is not newer than that of the rules changes the addresses of its members only."""
-        node = self.driver.core.config.node
-        async with self._changing_ring:
-            # The thread makes the circle of the ring in some 100 ms; the rules then find it in the cache.
-            await asyncio.to_thread(ring_of, record, NodeId(node))
-            epoch = self.driver.core.record.epoch
-            self.driver.handle(events.RingChanged(record))
-            if self.driver.core.record.epoch != epoch:
-                self.driver.core.store.changes.ring(self.driver.core.record)
-            members = self.driver.core.record.members
-            others = (name for name in members if name != node and node in members)
-            self.peers.set_peers({name: self._reachable(name, addresses.get(name)) for name in others})
-            self.receivers.follow()
-
-    def _reachable(self, name: str, address: Address | None) -> Address | None:
-        """The address of a member; None where this node must not connect to it."""
-        if address is None or self._encrypted or kinds.is_loopback(address.host):
-            return address
-        log.error(
-            "member '%s' listens at %s: connections beyond loopback need the setting 'certificate'", name, address
-        )
-        return None
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
@@ -349,7 +259,7 @@ class Daemon:
             snapshot.gauges += self._transports.nixl.gauges()
         if self.control is not None:
             snapshot.gauges += self.control.gauges()
-        snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.unprepared)]
+        snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.regions.unprepared)]
         if self._certificates is not None:
             valid = self._certificates.current
             snapshot.gauges.append(Level(CERTIFICATE_BEGIN, (), valid.begin.timestamp()))
@@ -406,101 +316,14 @@ class Daemon:
         self.peers.on_memory_agent = nixl.heard
         nixl.start(self.receivers.connections)
 
-    def _make_region(self, instruction: MakeRegion) -> None:
-        self._run(self._make_until_done(instruction), self._making)
-
-    def _run(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = self._loop.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    async def _make_until_done(self, instruction: MakeRegion) -> None:
-        """Make a region, again and again until memory is available, then tell the rules by `RegionReady`."""
-        # Its memory may be that of a region which is being given back.
-        await asyncio.gather(*self._freeing, return_exceptions=True)
-        if not await self._until_done(
-            f"memory for region {instruction.region} is missing",
-            self._makers,
-            lambda: self._arena.make(instruction.region, instruction.nbytes),
-        ):
-            return
-        self.driver.handle(events.RegionReady(instruction.region))
-        self._show_progress()
-
-    def _show_progress(self) -> None:
-        if self.prepared.is_set():
-            return
-        regions = self.driver.core.store.regions
-        if not regions.making:
-            # What is unmade now takes no slot of the engines that have connected meanwhile.
-            self.prepared.set()
-        left, total = self.unprepared, regions.total
-        self._report(total - left, total)
-        if time.monotonic() > self._progress_at:
-            self._progress_at = time.monotonic() + PROGRESS_S
-            log.info("%.1f of %.1f GiB of memory are prepared", (total - left) / (1 << 30), total / (1 << 30))
-
-    @property
-    def unprepared(self) -> int:
-        """The bytes of memory that have not been allocated yet since the start."""
-        regions = self.driver.core.store.regions
-        return 0 if self.prepared.is_set() else regions.unmade + sum(regions.making.values())
-
-    def _cut_region(self, instruction: CutRegion) -> None:
-        self._arena.region(instruction.region).cut(instruction.nbytes, instruction.slot_bytes)
-        self._run(self._trim(instruction.region), self._freeing)
-
-    async def _trim(self, region: int) -> None:
-        await asyncio.to_thread(self._arena.region(region).trim)
-        if self._transports.nixl is not None:
-            self._transports.nixl.add(region)
-
-    def _close_region(self, instruction: CloseRegion) -> None:
-        self.engines.region_closed(instruction.region)
-        self._run(self._close_until_done(instruction.region, list(self._freeing)), self._freeing)
-
-    async def _close_until_done(self, region: int, before: Sequence[asyncio.Task[None]]) -> None:
-        # The region may still be trimmed.
-        await asyncio.gather(*before, return_exceptions=True)
-        if self._transports.nixl is not None:
-            await asyncio.to_thread(self._transports.nixl.remove, region)
-        await self._until_done(f"region {region} cannot be given back", None, lambda: self._arena.end(region))
-
-    async def _until_done(self, problem: str, threads: Executor | None, work: Callable[[], None]) -> bool:
-        """Do `work` in a thread, again and again until it raises nothing; log the first failure. Returns False if the
-        daemon ends before."""
-        logged = False
-        while not self._closing.is_set():
-            try:
-                await self._loop.run_in_executor(threads, work)
-                return not self._closing.is_set()
-            except Exception as error:
-                if not logged:
-                    log.error("%s, and is tried each %.1f s: %s", problem, RETRY_S, error)
-                logged = True
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), RETRY_S)
-        return False
-
-    async def _save_state(self) -> None:
-        """Save the eviction statistics every `SAVE_S` and when the daemon ends."""
-        assert self._state is not None
-        closing = False
-        while not closing:
-            with contextlib.suppress(TimeoutError):
-                closing = await asyncio.wait_for(self._closing.wait(), SAVE_S)
-            await asyncio.to_thread(self._state.save, self.driver.core.learned())
-
     async def close(self) -> None:
         """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
         engine. A part that cannot be closed is logged, and the others are closed all the same."""
-        if not self.left.is_set():
+        if not self.ring.left.is_set():
             await _end("the disk tier was not saved", self.disk.save)
         await _end("the disk tier was not stopped", self.disk.stop)
-        self._closing.set()
-        for task in self._working:
-            task.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
+        self.regions.stop()
+        await _end("the changes of the members were not ended", self.ring.close)
         if self.control is not None:
             await _end("the control plane was not closed", self.control.close)
         await _end("the KV events were not closed", self.contents.close)
@@ -519,12 +342,8 @@ class Daemon:
         await _end_thread("the check of slots was not ended", self.checker.close)
         await _end_thread("the disk tier was not closed", self.disk.close)
         self._arena.stop()
-        await asyncio.gather(*self._making, *self._freeing, return_exceptions=True)
-        self._makers.shutdown()
-        if self._saving is not None:
-            saving = self._saving
-            await _end("the eviction statistics were not saved", lambda: saving)
-        await _end("the timers were not stopped", self.driver.stop)
+        await _end("the memory of regions was not left", self.regions.close)
+        await _end("the timers were not ended", self.driver.stop)
         await _end("the memory was not given back", self._free_memory)
 
     async def _free_memory(self) -> None:
@@ -567,47 +386,19 @@ def _control_address_of(config: ServerConfig) -> str:
     return str(Address(host, port))
 
 
-def _control(
-    config: ServerConfig,
-    origin: Mapping[str, str],
-    thread: AdminThread,
-    loop: asyncio.AbstractEventLoop,
-    driver: Driver,
-    engines: EngineListener,
-    membership: Membership,
-    tenants: Tenants,
-    snapshot: Callable[[], Snapshot],
-    controls: Callable[[], Mapping[str, str]],
-    measurement: PeerMeasurement,
-    orders: StandingOrders,
-    disk: DiskTier,
-) -> ControlServer | None:
-    """The server of the control plane; None where it is turned off, or grpcio is not installed."""
+def _control_server(config: ServerConfig) -> type[ControlServer] | None:
+    """The class of the control plane; None where it is turned off, or grpcio, an extra, is not installed."""
     if not config.control and not config.control_socket:
         return None
     try:
-        from tokenlake_server.control.server import ControlServer  # grpcio is an extra
+        from tokenlake_server.control.server import ControlServer
     except ModuleNotFoundError as error:
         missing = ModuleMissing("control", config.control, error.name, "control")
         if config.control:
             raise missing from error
         log.info("this node has no control plane: it needs %s", missing.expected)
         return None
-    return ControlServer(
-        config,
-        origin,
-        thread,
-        loop,
-        driver,
-        engines,
-        membership,
-        tenants,
-        snapshot,
-        controls,
-        measurement,
-        orders,
-        disk,
-    )
+    return ControlServer
 
 
 def _orders_file(config: ServerConfig) -> Path:
@@ -620,12 +411,16 @@ def _orders_file(config: ServerConfig) -> Path:
 
 def _contents(config: ServerConfig, thread: AdminThread, loop: asyncio.AbstractEventLoop, driver: Driver) -> Contents:
     """The streams of KV events; where none is set, the daemon wants no contents."""
-    return KvEvents(config, thread, loop, driver) if config.kv_events else Contents()
+    if not config.kv_events:
+        return Contents()
+    from tokenlake_server.kv_events import KvEvents  # only where asked for
+
+    return KvEvents(config, thread, loop, driver)
 
 
 def _aliases(config: ServerConfig) -> dict[str, str]:
     """The names that the metrics page shows in place of tenants' names; none where it may show these."""
-    if config.metrics_tenants or kinds.is_loopback(parse_address(config.metrics).host):
+    if config.metrics_tenants or is_loopback(parse_address(config.metrics).host):
         return {}
     return {tenant.name: str(number) for number, tenant in enumerate(config.tenants)} or {"default": "0"}
 

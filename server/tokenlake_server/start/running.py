@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,6 @@ from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.start import allocator
 from tokenlake_server.start.available_memory import require_memory
 from tokenlake_server.start.daemon import Daemon
-from tokenlake_server.start.state_file import require_directory
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,18 @@ IGNORED = (
     signal.SIGPWR,
 )
 """Signals that mean nothing to a daemon, and that end a process that does not handle them."""
+
+
+def _require_directory(setting: str, path: str) -> None:
+    """Raise `ConfigurationError` unless `path` is a directory in which this process may create files."""
+    if not os.path.isdir(path):
+        raise ConfigurationError(setting, path, "a directory that exists; create it, or leave the setting out")
+    try:
+        # `os.access` would let root pass for a directory such as /proc.
+        with tempfile.NamedTemporaryFile(dir=path):
+            pass
+    except OSError:
+        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to") from None
 
 
 def _ignore(number: signal.Signals) -> None:
@@ -104,14 +116,14 @@ def _drain_or_stop(daemon: Daemon, stop: asyncio.Event) -> None:
 
     async def drain() -> None:
         try:
-            await daemon.drain()
-            await asyncio.sleep(daemon.drain_s + LATE_S)
+            await daemon.ring.drain()
+            await asyncio.sleep(daemon.ring.drain_s + LATE_S)
             log.error("this node ends, although it has not left the ring: etcd does not answer any more")
         except TokenLakeError as error:
             log.error("this node ends without a drain, and stays a member: %s", error)
         stop.set()
 
-    daemon.begin(drain())
+    daemon.ring.begin(drain())
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -140,7 +152,7 @@ async def run(
     Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
-        require_directory("state_directory", config.state_directory)
+        _require_directory("state_directory", config.state_directory)
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
     prepare(Path(config.socket), ENGINES)
     config = _out_of_a_shared_directory(config, origin)
@@ -164,10 +176,10 @@ async def run(
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
         serving(daemon)
-        await _first(stop, daemon.left, daemon.prepared)
-        if daemon.prepared.is_set():
+        await _first(stop, daemon.ring.left, daemon.regions.prepared)
+        if daemon.regions.prepared.is_set():
             ready(daemon)
-        await _first(stop, daemon.left)
+        await _first(stop, daemon.ring.left)
         log.info("stopping")
         daemon.watchdog.stop()
         await daemon.close()

@@ -1,14 +1,13 @@
-"""Statistics of the eviction policy: saved across restarts, and exchanged between nodes."""
+"""Statistics of the eviction policy, exchanged between nodes."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from tests.core.scenes import calm
 from tests.sim import arena
 from tokenlake.core import NodeCore, events, instructions
-from tokenlake.core.cluster.learned import MAX_LEARNED_BYTES, SEND_S, Learned
+from tokenlake.core.cluster.learned import SEND_S, Learned
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.directory.ring_record import RingRecord
@@ -22,66 +21,6 @@ from tokenlake.wire import peer
 
 RED = TenantId("red")
 SLOT_BYTES = 1024
-
-
-def core_of(learned: bytes | None = None) -> NodeCore:
-    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 2, 8 * SLOT_BYTES))
-    core.start(0.0)
-    if learned is not None:
-        core.handle(events.StatisticsLoaded(learned), 0.0)
-    return core
-
-
-def used(core: NodeCore, times: int) -> None:
-    """Store a segment and use it again every half minute."""
-    store = core.store
-    segment = store.reserve(RED, SLOT_BYTES, SegmentKey(bytes(32)), Kind.PRIMARY, 0, 0.0)
-    assert isinstance(segment, Segment)
-    store.publish(segment, b"", 0.0)
-    for number in range(times):
-        store.touch([segment], 30.0 * number)
-
-
-def retention_value(core: NodeCore) -> float:
-    """The retention value of a segment that was used once."""
-    pool = core.store.pool(RED, SLOT_BYTES)
-    assert pool is not None
-    return pool.retention.retention_value_of_new(SegmentKey(b"n" * 32), NO_HINTS, 1e6)
-
-
-def test_a_restart_begins_with_the_saved_statistics() -> None:
-    first = core_of()
-    used(first, 500)
-    saved = first.learned()
-    second = core_of(learned=saved)
-    assert retention_value(second) == retention_value(first) != retention_value(core_of())
-    assert second.learned() == saved
-
-
-def test_saving_changes_nothing() -> None:
-    cores = [core_of(), core_of()]
-    for core in cores:
-        used(core, 120)
-    assert cores[0].learned() == cores[0].learned() == cores[1].learned()
-
-
-def test_statistics_stay_known_without_segments() -> None:
-    first = core_of()
-    used(first, 500)
-    assert core_of(learned=first.learned()).learned() == first.learned()
-
-
-@pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode([[["red", 1024, b"junk"]]])])
-def test_malformed_statistics_are_refused(data: bytes) -> None:
-    core = core_of()
-    with pytest.raises(ValueError, match="statistics"):
-        core.handle(events.StatisticsLoaded(data), 0.0)
-    assert core.learned() == core_of().learned()
-
-
-def test_too_many_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most"):
-        core_of().handle(events.StatisticsLoaded(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
 
 
 def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +56,17 @@ def test_nodes_exchange_their_statistics() -> None:
 
 
 def test_malformed_statistics_of_another_node_are_not_used() -> None:
-    core = core_of()
-    used(core, 120)
-    saved = core.learned()
-    for message in (
-        peer.EvictionStatistics((("red", SLOT_BYTES, b"x"),)),
-        peer.EvictionStatistics((("blue", SLOT_BYTES, b"x"),)),
-    ):
-        core.handle(events.PeerSent("b", message), 1e6)
-        assert core.learned() == saved
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 2, 8 * SLOT_BYTES))
+    core.start(0.0)
+    segment = core.store.reserve(RED, SLOT_BYTES, SegmentKey(bytes(32)), Kind.PRIMARY, 0, 0.0)
+    assert isinstance(segment, Segment)
+    core.store.publish(segment, b"", 0.0)
+    for number in range(120):
+        core.store.touch([segment], 30.0 * number)
+    learned = core.store.learned()
+    for tenant in ("red", "blue"):
+        core.handle(events.PeerSent("b", peer.EvictionStatistics(((tenant, SLOT_BYTES, b"x"),))), 1e6)
+        assert core.store.learned() == learned
 
 
 def test_every_peer_is_sent_every_pool() -> None:

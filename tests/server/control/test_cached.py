@@ -10,7 +10,7 @@ from tokenlake_server.control import cached
 from tokenlake_server.control.cached import Cached
 
 
-def test_calls_share_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_share_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The read takes longer than its value may be old."""
     monkeypatch.setattr(cached, "FRESH_S", -1.0)
     reads = 0
@@ -33,23 +33,20 @@ def test_calls_share_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
         await shared.get()
         return found
 
-    assert asyncio.run(scene()) == [7] * 5
+    assert await scene() == [7] * 5
     assert reads == 2, "one for the five calls, and one for the call after them"
 
 
-def test_a_read_that_failed_is_tried_again() -> None:
-    async def scene() -> int:
-        answers = [OSError("no"), None]
+async def test_a_read_that_failed_is_tried_again() -> None:
+    answers = [OSError("no"), None]
 
-        async def read() -> int:
-            error = answers.pop(0)
-            if error is not None:
-                raise error
-            return 7
+    async def read() -> int:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+        return 7
 
-        shared = Cached(read)
-        with pytest.raises(OSError, match="no"):
-            await shared.get()
-        return await shared.get()
-
-    assert asyncio.run(scene()) == 7
+    shared = Cached(read)
+    with pytest.raises(OSError, match="no"):
+        await shared.get()
+    assert await shared.get() == 7

@@ -52,13 +52,13 @@ def test_each_role_may_call_its_methods(one: Scene, role: str, status: bool, lay
             else:
                 with pytest.raises(CredentialRefused, match=rf"needs the role \w+, which 'a-{role}' does not have"):
                     call()
-        assert control.health()
+        assert control.status().node
 
 
 def test_a_node_has_no_role(one: Scene) -> None:
     held = Certificates(one.ca / "node0.pem", one.ca / "node0-key.pem", one.ca / "ca.pem")
     with remote(one.address, "node0", held) as control:
-        for call in (control.status, control.health, control.config):
+        for call in (control.status, control.cluster, control.config):
             with pytest.raises(CredentialRefused, match="tokenlake/ROLE/"):
                 call()
 

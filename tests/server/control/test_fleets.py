@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from tokenlake.config import Tenant
+from tokenlake.config import Secret, Tenant
 from tokenlake.errors import LimitReached
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Request
@@ -18,7 +18,7 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.scheduling import fleets
 from tokenlake_server.scheduling.fleets import Fleet, Fleets
 
-TENANT = Tenant(name="red", secret=b"x" * 32)
+TENANT = Tenant(name="red", secret=Secret(b"x" * 32))
 
 
 def message(name: str = "f", **instances: str) -> pb.Fleet:

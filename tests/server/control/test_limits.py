@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from tokenlake.config import ServerConfig, Tenant
+from tokenlake.config import Secret, ServerConfig, Tenant
 from tokenlake.errors import LimitReached
 from tokenlake_proto.v1 import role_pb2
 from tokenlake_server.control import limits
@@ -18,7 +18,9 @@ from tokenlake_server.control.limits import ADMINS, Calls, Room
 from tokenlake_server.engines.tenants import Tenants
 
 TENANTS = Tenants(
-    ServerConfig(tenants=tuple(Tenant(name=name, secret=name.encode() * 8, tokens=(name,)) for name in ("red", "blue")))
+    ServerConfig(
+        tenants=tuple(Tenant(name=name, secret=Secret(name.encode() * 8), tokens=(name,)) for name in ("red", "blue"))
+    )
 )
 
 
@@ -67,68 +69,62 @@ def test_a_caller_without_a_tenant_has_an_account_of_its_own() -> None:
     assert caller("").account == ""
 
 
-def test_room_is_given_in_turns_of_the_tenants() -> None:
-    async def scene() -> None:
-        room, given = Room(10, 6), list[str]()
+async def test_room_is_given_in_turns_of_the_tenants() -> None:
+    room, given = Room(10, 6), list[str]()
 
-        async def take(of: str, name: str, nbytes: int) -> None:
-            assert await room.take(of, nbytes) == min(nbytes, 6)
-            given.append(name)
+    async def take(of: str, name: str, nbytes: int) -> None:
+        assert await room.take(of, nbytes) == min(nbytes, 6)
+        given.append(name)
 
-        tasks = [asyncio.ensure_future(take("red", f"red {number}", 3)) for number in range(6)]
-        tasks += [asyncio.ensure_future(take("blue", f"blue {number}", 3)) for number in range(3)]
-        await settled()
-        assert given == ["red 0", "red 1", "blue 0"], "the part of a tenant, and room for another one"
-        assert room.taken == 9
-        room.give_back("red", 3)
-        await settled()
-        assert given[3:] == ["red 2"]
-        room.give_back("blue", 3)
-        await settled()
-        assert given[4:] == ["blue 1"]
-        room.give_back("red", 3)
-        await settled()
-        room.give_back("red", 3)
-        await settled()
-        assert sorted(given[5:]) == ["blue 2", "red 3"], "a turn for each"
-        for each in tasks:
-            each.cancel()
-        await settled()
-        big = asyncio.ensure_future(take("green", "more than a tenant may have", 100))
-        await settled()
-        room.give_back("red", 3)
-        await settled()
-        assert not big.done()
-        room.give_back("blue", 6)
-        await settled()
-        assert big.done()
-        room.give_back("green", 6)
-        assert room.taken == 0
-
-    asyncio.run(scene())
+    tasks = [asyncio.ensure_future(take("red", f"red {number}", 3)) for number in range(6)]
+    tasks += [asyncio.ensure_future(take("blue", f"blue {number}", 3)) for number in range(3)]
+    await settled()
+    assert given == ["red 0", "red 1", "blue 0"], "the part of a tenant, and room for another one"
+    assert room.taken == 9
+    room.give_back("red", 3)
+    await settled()
+    assert given[3:] == ["red 2"]
+    room.give_back("blue", 3)
+    await settled()
+    assert given[4:] == ["blue 1"]
+    room.give_back("red", 3)
+    await settled()
+    room.give_back("red", 3)
+    await settled()
+    assert sorted(given[5:]) == ["blue 2", "red 3"], "a turn for each"
+    for each in tasks:
+        each.cancel()
+    await settled()
+    big = asyncio.ensure_future(take("green", "more than a tenant may have", 100))
+    await settled()
+    room.give_back("red", 3)
+    await settled()
+    assert not big.done()
+    room.give_back("blue", 6)
+    await settled()
+    assert big.done()
+    room.give_back("green", 6)
+    assert room.taken == 0
 
 
-def test_a_caller_that_leaves_gives_its_room_back() -> None:
-    async def scene() -> None:
-        room = Room(4, 4)
-        await room.take("red", 4)
-        waiting = [asyncio.ensure_future(room.take("blue", 4)) for _ in range(3)]
-        await settled()
-        waiting[0].cancel()
-        await settled()
-        room.give_back("red", 4)
-        # The room was granted, and its caller has not run since.
-        waiting[1].cancel()
-        await settled()
-        assert waiting[2].done()
-        assert not waiting[2].cancelled()
-        room.give_back("blue", 4)
-        assert room.taken == 0
-
-    asyncio.run(scene())
+async def test_a_caller_that_leaves_gives_its_room_back() -> None:
+    room = Room(4, 4)
+    await room.take("red", 4)
+    waiting = [asyncio.ensure_future(room.take("blue", 4)) for _ in range(3)]
+    await settled()
+    waiting[0].cancel()
+    await settled()
+    room.give_back("red", 4)
+    # The room was granted, and its caller has not run since.
+    waiting[1].cancel()
+    await settled()
+    assert waiting[2].done()
+    assert not waiting[2].cancelled()
+    room.give_back("blue", 4)
+    assert room.taken == 0
 
 
-def test_a_message_has_room_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_has_room_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the bytes of all messages together have a limit, and not each of them only."""
     monkeypatch.setattr(limits, "READ_S", 0.01)
 
@@ -158,4 +154,4 @@ def test_a_message_has_room_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -
         with calls.call(caller("", role_pb2.ROLE_ADMIN)) as admin:
             assert admin.of == ADMINS
 
-    asyncio.run(scene())
+    await scene()

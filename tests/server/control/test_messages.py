@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tokenlake.config import Tenant
+from tokenlake.config import Secret, Tenant
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Rates, Request, gen_plans, grow
 from tokenlake_client.control import messages as of_client
@@ -17,7 +17,7 @@ TOKENS = 16
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
 KEYS = tuple(SegmentKey(bytes([number]) * 32) for number in range(8))
 HERE = NodeId("a")
-TENANT = Tenant(name="red", secret=bytes(32))
+TENANT = Tenant(name="red", secret=Secret(32))
 
 
 def there_and_back(message: pb.PrefixTree, requests: list[Request]) -> pb.PrefixTree:

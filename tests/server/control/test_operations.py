@@ -64,9 +64,6 @@ def test_the_cluster_and_the_settings(two: Cluster) -> None:
         assert settings["memory"] == ("4MiB", "flag --memory")
         assert settings["drain_s"][1] == "default"
         assert settings["cluster_secret"][0] in ("", "***")
-        assert control.health()
-        assert control.health("tokenlake.v1.Scheduling")
-        assert not control.health("unheard.of")
 
 
 def test_explain(two: Cluster) -> None:

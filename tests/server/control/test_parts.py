@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tokenlake.errors import LimitReached
 from tokenlake_proto.v1 import scheduling_pb2 as pb
+from tokenlake_server.control.messages import MAX_KEYS
 from tokenlake_server.control.parts import count_parts
-from tokenlake_server.scheduling.messages import MAX_KEYS
 
 PLANS: Any = pb.GenPlansRequest.DESCRIPTOR
 

@@ -17,7 +17,6 @@ from tests.robustness.live import LAYOUT, Prompt, daemons, read, store, wait_unt
 from tests.server.control.scene import CALL_S, local, raw, socket_of
 from tokenlake.errors import LimitReached, Unreachable
 from tokenlake_client import Pool
-from tokenlake_proto.standard import reflection_pb2
 from tokenlake_server.control.event_stream import MAX_STREAMS
 from tokenlake_server.control.server import MAX_CONNECTIONS
 from tokenlake_testing.cluster import Cluster
@@ -152,39 +151,6 @@ def test_a_frozen_control_loop_is_a_status_and_no_hang() -> None:
         finally:
             cluster.nodes[0].thaw()
         control.status()
-
-
-def test_reflection_describes_every_service(one: Cluster) -> None:
-    from google.protobuf import descriptor_pb2, descriptor_pool
-
-    def ask(*questions: reflection_pb2.ServerReflectionRequest) -> list[reflection_pb2.ServerReflectionResponse]:
-        method = channel.stream_stream(
-            f"/{package}.ServerReflection/ServerReflectionInfo",
-            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )
-        return list(method(iter(questions), timeout=CALL_S))
-
-    for package in ("grpc.reflection.v1", "grpc.reflection.v1alpha"):
-        with raw(one.nodes[0]) as channel:
-            (listed,) = ask(reflection_pb2.ServerReflectionRequest(list_services="*"))
-            names = [each.name for each in listed.list_services_response.service]
-            assert {"tokenlake.v1.Admin", "tokenlake.v1.Events", "tokenlake.v1.Scheduling"} <= set(names)
-            assert {"grpc.health.v1.Health", package + ".ServerReflection"} <= set(names)
-            found = descriptor_pool.DescriptorPool()
-            seen = set()
-            for answer in ask(*(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in names)):
-                for body in reversed(answer.file_descriptor_response.file_descriptor_proto):
-                    file = descriptor_pb2.FileDescriptorProto.FromString(body)
-                    if file.name not in seen:
-                        seen.add(file.name)
-                        found.AddSerializedFile(body)
-            assert found.FindServiceByName("grpc.health.v1.Health").methods[0].input_type.full_name == (
-                "grpc.health.v1.HealthCheckRequest"
-            )
-            assert found.FindServiceByName("tokenlake.v1.Admin").methods_by_name["GetStatus"].output_type.fields
-            (absent,) = ask(reflection_pb2.ServerReflectionRequest(file_containing_symbol="no.such"))
-            assert absent.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 def test_the_socket_goes_with_the_daemon() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ class Call:
         (KeyError("secret"), ("INTERNAL", "the daemon failed on this call; its log has the error")),
     ],
 )
-def test_the_end_of_a_call(error: Exception, expected: tuple[str, str]) -> None:
+async def test_the_end_of_a_call(error: Exception, expected: tuple[str, str]) -> None:
     call: Any = Call()
-    asyncio.run(abort_with(call, error, "Explain"))
+    await abort_with(call, error, "Explain")
     assert call.ended == expected

@@ -22,45 +22,39 @@ def work() -> Iterator[Work]:
     made.close()
 
 
-def test_jobs_run_in_turns_of_the_tenants(work: Work) -> None:
-    async def scene() -> None:
-        gate, order = threading.Event(), list[str]()
+async def test_jobs_run_in_turns_of_the_tenants(work: Work) -> None:
+    gate, order = threading.Event(), list[str]()
 
-        def job(name: str) -> None:
-            gate.wait()
-            order.append(name)
+    def job(name: str) -> None:
+        gate.wait()
+        order.append(name)
 
-        tasks = [asyncio.ensure_future(work.run("red", lambda: job("red")))]
-        tasks += [asyncio.ensure_future(work.run("red", lambda: job("red"))) for _ in range(20)]
-        tasks += [asyncio.ensure_future(work.run("blue", lambda: job("blue"))) for _ in range(2)]
-        await asyncio.sleep(0)
-        gate.set()
-        await asyncio.gather(*tasks)
-        assert order.index("blue") <= 2
-        assert order[:6].count("blue") == 2
-        assert order.count("red") == 21
-
-    asyncio.run(scene())
+    tasks = [asyncio.ensure_future(work.run("red", lambda: job("red")))]
+    tasks += [asyncio.ensure_future(work.run("red", lambda: job("red"))) for _ in range(20)]
+    tasks += [asyncio.ensure_future(work.run("blue", lambda: job("blue"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert order.index("blue") <= 2
+    assert order[:6].count("blue") == 2
+    assert order.count("red") == 21
 
 
-def test_a_job_whose_caller_left_does_not_run(work: Work) -> None:
-    async def scene() -> None:
-        gate, ran = threading.Event(), list[int]()
-        first = asyncio.ensure_future(work.run("red", gate.wait))
-        second = asyncio.ensure_future(work.run("red", lambda: ran.append(1)))
-        await asyncio.sleep(0)
-        second.cancel()
-        # The cancellation has reached the job once the task has ended.
-        await asyncio.wait([second])
-        gate.set()
-        await first
-        await work.run("red", lambda: None)
-        assert ran == []
-
-    asyncio.run(scene())
+async def test_a_job_whose_caller_left_does_not_run(work: Work) -> None:
+    gate, ran = threading.Event(), list[int]()
+    first = asyncio.ensure_future(work.run("red", gate.wait))
+    second = asyncio.ensure_future(work.run("red", lambda: ran.append(1)))
+    await asyncio.sleep(0)
+    second.cancel()
+    # The cancellation has reached the job once the task has ended.
+    await asyncio.wait([second])
+    gate.set()
+    await first
+    await work.run("red", lambda: None)
+    assert ran == []
 
 
-def test_an_error_keeps_nothing_and_collects_nothing(work: Work) -> None:
+async def test_an_error_keeps_nothing_and_collects_nothing(work: Work) -> None:
     """A message of 2 MiB would stay until the next full collection."""
 
     class Body:
@@ -81,10 +75,10 @@ def test_an_error_keeps_nothing_and_collects_nothing(work: Work) -> None:
             return
         raise AssertionError("the error was lost")
 
-    asyncio.run(scene())
+    await asyncio.create_task(scene())
     gc.disable()
     try:
-        asyncio.run(scene())
+        await asyncio.create_task(scene())
         assert kept[1]() is None
     finally:
         gc.enable()

@@ -75,7 +75,7 @@ class Scene:
         for view, each in zip(self.views(slots, first.slot_bytes), entries, strict=True):
             view[:] = bytes_of(each.key, each.slot_bytes)
         self.number += 1
-        self.device.write(
+        self.device.carry_out(
             DiskWrite(
                 self.number,
                 0,
@@ -102,7 +102,7 @@ class Scene:
         for view in self.views(slots, first.slot_bytes):
             view[:] = bytes(first.slot_bytes)
         self.number += 1
-        self.device.read(
+        self.device.carry_out(
             DiskRead(
                 self.number,
                 0,
@@ -143,7 +143,7 @@ class Scene:
         self.number += 1
         number = self.number
         keys = b"".join(each.key for each in entries)
-        self.device.erase(DiskErase(number, 0, first.tenant, first.slot_bytes, keys, places))
+        self.device.carry_out(DiskErase(number, 0, first.tenant, first.slot_bytes, keys, places))
         return self.wait(events.DiskErased, where=lambda event: event.erase == number).codes
 
     def trim(self, tenant: str, slot_bytes: int, places: int) -> None:

@@ -21,7 +21,8 @@ from tokenlake.core import events
 from tokenlake.wire import Code
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
-from tokenlake_server.disk.store import Found, Slab
+from tokenlake_server.disk.store import Found
+from tokenlake_server.disk.table import Slab
 
 SLABS = [("a", 4096), ("b", 5000), ("b", 65536)]
 PLACES = 24

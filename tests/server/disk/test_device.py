@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
@@ -376,7 +375,7 @@ def test_segments_are_erased_where_there_is_no_space() -> None:
 
 
 @pytest.mark.parametrize("keys", [(), (0, 1, 2)])
-def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...], tmp_path: Path) -> None:
+async def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...], tmp_path: Path) -> None:
     """Nothing is found before they are carried out, by a later daemon too."""
     medium = Medium()
     trouble = Trouble(medium)
@@ -390,7 +389,7 @@ def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...], tmp
         scene.wait(events.DiskGone)
         orders.drop("/disk", drop)
         assert scene.device.remove()
-    asyncio.run(orders.save())
+    await orders.save()
     trouble.operations = ("write", "size", "sync", "remove")
     orders = orders_at(tmp_path / "orders")
     with served(lambda: small(medium), orders=orders) as scene:

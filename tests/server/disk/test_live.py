@@ -23,8 +23,8 @@ from tests.robustness.live import (
 )
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_server.disk.directory import survey
 from tokenlake_server.disk.files import DirectoryFiles
-from tokenlake_server.disk.store import survey
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.event_log import replay
 

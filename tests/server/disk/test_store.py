@@ -13,10 +13,11 @@ import pytest
 
 from tests.server.disk.medium import Inode, Medium, MediumFiles
 from tests.server.disk.scene import Entry, bytes_of, checksums_of, commit, entries, entry, put
+from tokenlake_server.disk.directory import IDENTITY, pack_identity, read_identity
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
 from tokenlake_server.disk.segments import Mismatch, SegmentIO, aligned_memory
-from tokenlake_server.disk.store import IDENTITY, DiskStore, WrongKeys, pack_identity, read_identity
+from tokenlake_server.disk.store import DiskStore, WrongKeys
 
 OLD, NEW = b"o" * 32, bytes(range(100, 116))
 

@@ -56,24 +56,21 @@ def count(events: KvEvents, name: str) -> float:
     return sum(each.value for each in events.gauges() if each.metric.name == name)
 
 
-def test_dropped_contents(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dropped_contents(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream("a")
 
-    async def scene() -> None:
-        async with published(stream) as events:
-            assert count(events, DROPPED.name) == 0
-            # Each offer is larger than the limit.
-            for number in range(3):
-                events.offer("default", [SegmentKey(bytes([number]) * 32)] * 2, [CONTENT, CONTENT], len(CONTENT))
-            assert count(events, DROPPED.name) == 6
-
-    asyncio.run(scene())
+    async with published(stream) as events:
+        assert count(events, DROPPED.name) == 0
+        # Each offer is larger than the limit.
+        for number in range(3):
+            events.offer("default", [SegmentKey(bytes([number]) * 32)] * 2, [CONTENT, CONTENT], len(CONTENT))
+        assert count(events, DROPPED.name) == 6
     lines = [each.getMessage() for each in caplog.records if "not published to routers" in each.getMessage()]
     assert len(lines) == 1
     assert "'default'" in lines[0]
 
 
-def test_contents_of_one_tenant_leave_room_for_others() -> None:
+async def test_contents_of_one_tenant_leave_room_for_others() -> None:
     """Many short contents count with what they take beside their bytes."""
     red, blue = Stream("a"), Stream("a")
     tenants = "".join(
@@ -84,54 +81,45 @@ def test_contents_of_one_tenant_leave_room_for_others() -> None:
     config = load_config(toml_text=text, environ={}, flags={"node": "a", "listen": "127.0.0.1:0"}, uid=0).config
     keys = [SegmentKey(number.to_bytes(32, "big")) for number in range(1024)]
 
-    async def scene() -> None:
-        async with published(red, config) as events:
-            for _ in range(64):
-                events.offer("red", keys, [b"x"] * 1024, 100)
-            events.offer("blue", keys, [b"x"] * 1024, 100)
-            dropped = {each[1]: each.value for each in events.gauges() if each.metric.name == DROPPED.name}
-            assert dropped[("red",)] > 0
-            assert dropped[("blue",)] == 0
-
-    asyncio.run(scene())
+    async with published(red, config) as events:
+        for _ in range(64):
+            events.offer("red", keys, [b"x"] * 1024, 100)
+        events.offer("blue", keys, [b"x"] * 1024, 100)
+        dropped = {each[1]: each.value for each in events.gauges() if each.metric.name == DROPPED.name}
+        assert dropped[("red",)] > 0
+        assert dropped[("blue",)] == 0
 
 
-def test_long_contents(caplog: pytest.LogCaptureFixture) -> None:
+async def test_long_contents(caplog: pytest.LogCaptureFixture) -> None:
     """A segment of 16 KiB could have 400 KiB of token ids, which the daemon kept for as long as the segment."""
     stream = Stream("a")
 
-    async def scene() -> None:
-        async with published(stream) as events:
-            keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
-            for _ in range(2):
-                events.offer("default", keys, [b"x" * 100, b"x" * 101, b"x"], 100)
-            assert events.contents("default", keys, 1 << 20) == (b"x" * 100, b"", b"x")
-            assert count(events, LONG.name) == 2
-
-    asyncio.run(scene())
+    async with published(stream) as events:
+        keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
+        for _ in range(2):
+            events.offer("default", keys, [b"x" * 100, b"x" * 101, b"x"], 100)
+        assert events.contents("default", keys, 1 << 20) == (b"x" * 100, b"", b"x")
+        assert count(events, LONG.name) == 2
     lines = [each.getMessage() for each in caplog.records if "the limit is 100" in each.getMessage()]
     assert len(lines) == 1
     assert "shorten the names" in lines[0]
 
 
-def test_malformed_requests(caplog: pytest.LogCaptureFixture) -> None:
+async def test_malformed_requests(caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream("a")
 
-    async def scene() -> None:
-        async with published(stream) as events:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as noisy:
-                noisy.setsockopt(zmq.LINGER, 0)
-                noisy.connect(stream.endpoints[1])
-                for _ in range(2):
-                    noisy.send_multipart([b"", b"short"])
-                await asyncio.to_thread(wait_until, lambda: count(events, REFUSED.name) == 2, "both were refused")
-
-    asyncio.run(scene())
+    async with published(stream) as events:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as noisy:
+            noisy.setsockopt(zmq.LINGER, 0)
+            noisy.connect(stream.endpoints[1])
+            for _ in range(2):
+                noisy.send_multipart([b"", b"short"])
+            await asyncio.to_thread(wait_until, lambda: count(events, REFUSED.name) == 2, "both were refused")
     lines = [each.getMessage() for each in caplog.records if "request for a replay" in each.getMessage()]
     assert lines == [f"a request for a replay of 'kv@node:a@{MODEL}' was refused: it is not [empty, number of 8 bytes]"]
 
 
-def test_the_limits_of_a_socket_and_of_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_limits_of_a_socket_and_of_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream("a")
     monkeypatch.setattr(listener, "MAX_READERS", 2)
     monkeypatch.setattr(listener, "MAX_READERS_OF_ALL", 3)
@@ -149,15 +137,12 @@ def test_the_limits_of_a_socket_and_of_all_streams(monkeypatch: pytest.MonkeyPat
             f"{readers} readers, {refused} refused",
         )
 
-    async def scene() -> None:
-        async with published(stream) as events:
-            first, second = stream.endpoints
-            for endpoint, *counts in ((first, 1, 0), (first, 2, 0), (first, 2, 1), (second, 3, 1), (second, 3, 2)):
-                await open_and_count(events, endpoint, *counts)
-            for writer in opened:
-                writer.close()
-
-    asyncio.run(scene())
+    async with published(stream) as events:
+        first, second = stream.endpoints
+        for endpoint, *counts in ((first, 1, 0), (first, 2, 0), (first, 2, 1), (second, 3, 1), (second, 3, 2)):
+            await open_and_count(events, endpoint, *counts)
+        for writer in opened:
+            writer.close()
 
 
 @pytest.mark.parametrize(("streams", "kept"), [(1, 100), (2, 100), (8, 25)])

@@ -10,10 +10,10 @@ import pytest
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, ProtocolRefused
 from tokenlake.wire import peer
-from tokenlake_server.bulk import choice
 from tokenlake_server.bulk.choice import Transports, open_transports
 from tokenlake_server.bulk.tcp import Tcp
 from tokenlake_server.engines.arena import Arena
+from tokenlake_server.nixl import agent
 
 SMALL: dict[str, Any] = {"memory": 1 << 20, "region_size": 1 << 20}
 
@@ -22,12 +22,12 @@ SMALL: dict[str, Any] = {"memory": 1 << 20, "region_size": 1 << 20}
     "settings", [{"transport": "tcp", "fabric": "trusted"}, {"transport": "auto"}, {"fabric": "untrusted"}]
 )
 def test_nixl_is_not_loaded_where_it_is_not_allowed(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "library", lambda: pytest.fail("it looks for NIXL"))
+    monkeypatch.setattr(agent, "library", lambda: pytest.fail("it looks for NIXL"))
     assert open_transports(ServerConfig(**SMALL, **settings), 1, Arena()).nixl is None
 
 
 def test_a_machine_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "library", lambda: None)
+    monkeypatch.setattr(agent, "library", lambda: None)
     arena = Arena()
     assert open_transports(ServerConfig(**SMALL, fabric="trusted"), 1, arena).nixl is None
     with pytest.raises(ConfigurationError, match="NIXL is not installed"):

@@ -1,4 +1,4 @@
-"""Statistics of the eviction policy: shared with the other nodes, and saved across restarts of the process.
+"""Statistics of the eviction policy: exchanged between the nodes.
 
 They are counts per pool (tenant and slot size) and hold no key, token or secret. A node sees only those segments of a
 prompt that it stores. The exchange lets each node decide nearly as if it saw all segments, and gives all segments of a
@@ -7,34 +7,21 @@ prompt the same value on every node.
 
 from __future__ import annotations
 
-import msgspec
-
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Note
 from tokenlake.identity import TenantId
 from tokenlake.memory import PoolId
-from tokenlake.memory.eviction import Forecast
 from tokenlake.wire import peer as wire
 
 SEND_S = 2.0
 """Seconds between two messages with statistics; each goes to one peer in turn."""
 POOLS_SENT = 4
 """Maximum number of pools whose statistics are in one message; the other pools follow in later messages."""
-MAX_LEARNED_BYTES = 16 << 20
-"""Maximum bytes of saved statistics that a node accepts; no node saves as many."""
-
-
-class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    pools: tuple[tuple[str, int, bytes], ...]
-    """Statistics of each pool: (tenant, bytes of a slot, result of `EvictionPolicy.save`)."""
-
-
-_decoder = msgspec.msgpack.Decoder(_Saved)
 
 
 class Learned:
-    """The statistics that one node's eviction policy has learned: sends, receives, saves and restores them."""
+    """The statistics that one node's eviction policy has learned: sends and receives them."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
@@ -74,29 +61,3 @@ class Learned:
             if not self._noted:
                 self._context.emit(Note(f"eviction statistics of another node are not used: {error}"))
             self._noted = True
-
-    def save(self) -> bytes:
-        """Returns the encoded statistics of all pools, those without memory included. Changes nothing."""
-        pools = tuple((tenant, size, data) for (tenant, size), data in self._context.store.learned().items())
-        return msgspec.msgpack.encode(_Saved(pools))
-
-    def check(self, data: bytes) -> None:
-        """Raises `ValueError` with the reason why `restore` cannot use the data. Changes nothing."""
-        for _, _, learned in self._decoded(data).pools:
-            Forecast().restore(learned)
-
-    def restore(self, data: bytes) -> None:
-        """Begin with the statistics that an earlier process saved; called after `check`, before the node has
-        segments."""
-        saved = self._decoded(data)
-        self._context.store.restore_learned(
-            {PoolId(TenantId(name), size): learned for name, size, learned in saved.pools}
-        )
-
-    def _decoded(self, data: bytes) -> _Saved:
-        try:
-            if len(data) > MAX_LEARNED_BYTES:
-                raise ValueError(f"{len(data)} bytes; at most {MAX_LEARNED_BYTES}")
-            return _decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise ValueError(f"not eviction statistics: {error}") from error

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from tokenlake.config import ENGINE_PREFIX, kinds
+from tokenlake.config import ENGINE_PREFIX
+from tokenlake.config.kinds import OptionalSocketPath, OptionalUid, Text
 from tokenlake.config.setting import Setting, read
 from tokenlake.config.sources import of_environment
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
@@ -18,9 +20,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The connector's settings. `read_settings` makes this object and checks the values. Names end in their unit."""
 
     socket: Annotated[
-        str,
+        OptionalSocketPath,
         Setting(
-            kinds.path("a path of 1 to 107 bytes, or nothing", longest=107, optional=True),
             "socket of this node's daemon",
             why="a node with the default name needs no setting",
             default="the socket of a daemon named `local`, of this user or of the system "
@@ -28,9 +29,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     daemon_uid: Annotated[
-        int | None,
+        OptionalUid,
         Setting(
-            kinds.optional(kinds.whole(0, (1 << 32) - 2)),
             "user that the daemon runs as. The connector sends nothing to a process of another user: vLLM serves "
             "without the pool, and a warning names the process",
             why="root, the engine's user and the owner of `/run/tokenlake` are trusted without it",
@@ -38,9 +38,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     credential: Annotated[
-        str | None,
+        Text | None,
         Setting(
-            kinds.optional(kinds.text()),
             "token of the tenant",
             why="the daemon knows the tenant by the engine's user id",
             default="none",
@@ -49,8 +48,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     segment_tokens: Annotated[
         int,
+        Meta(ge=1, le=1 << 20),
         Setting(
-            kinds.whole(1, 1 << 20),
             "tokens per segment, a multiple of vLLM's block size; engines share segments of the same length only",
             why="it is a multiple of the usual block sizes, 16 to 128",
         ),
@@ -58,7 +57,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     load: Annotated[
         Literal["async", "sync"],
         Setting(
-            kinds.one_of("async", "sync"),
             "`async`: a request waits for its cache while other requests run; `sync`: the step that computes the "
             "request waits",
             why="a load does not delay other requests",
@@ -67,7 +65,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     weigh_loads: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "compute what is predicted to take longer to load, and give up a load after half the time in which it is "
             "computed, at least 50 ms; false: load every hit, without that limit",
             why="a request should not become slower than without the pool",
@@ -76,7 +73,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     save: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "store new segments; false: only read from the pool",
             why="other engines can use the segments",
         ),
@@ -84,7 +80,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     verify: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "check each segment's checksum on every read. A wrong one is reported to the daemon and recomputed. Reads "
             "over the network are always checked",
             why="it costs a pass over the bytes of every read",
@@ -93,7 +88,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     serve_inexact: Annotated[
         bool,
         Setting(
-            kinds.truth(),
             "serve models too for which this build of vLLM computes other tokens behind a cached prefix than in a "
             "whole prefill ([latent attention on a CPU](#which-connector-serves-which-model))",
             why="the pool changes no answer",
@@ -101,8 +95,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     match_ms: Annotated[
         float,
+        Meta(ge=0.001, le=60_000, description="milliseconds"),
         Setting(
-            kinds.real(0.001, 60_000, "milliseconds"),
             "deadline of a lookup; without an answer the prompt is computed. It does not limit the wait for another "
             "instance [that computes the prompt](#the-same-prompt-on-several-instances)",
             why="short beside a prefill, and long for a daemon that is not overloaded",
@@ -110,8 +104,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 20.0
     call_ms: Annotated[
         float,
+        Meta(ge=0.001, le=60_000, description="milliseconds"),
         Setting(
-            kinds.real(0.001, 60_000, "milliseconds"),
             "deadline of the calls that the daemon answers from its own memory, such as the first one of a load. A new "
             "connection gets the same time, and at least 5 s",
             why="a daemon that is not overloaded answers within milliseconds; a frozen one costs a load this much",
@@ -119,17 +113,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1e3 * DEFAULT_DEADLINES.call_s
     fetch_ms: Annotated[
         float,
+        Meta(ge=0, le=60_000, description="milliseconds"),
         Setting(
-            kinds.real(0, 60_000, "milliseconds"),
             "deadline of the transfers of a load, 32 segments at a time; 0: the daemon predicts it from the rate of "
             "earlier transfers",
             why="a slow network gets more time, and a frozen node costs little",
         ),
     ] = 1e3 * DEFAULT_DEADLINES.fetch_s
     salt: Annotated[
-        str | None,
+        Text | None,
         Setting(
-            kinds.optional(kinds.text()),
             "part of every key: engines share only with engines of the same salt. The `cache_salt` of a request is "
             "part of its keys too, apart from this one: a client that sends the salt of another engine shares nothing "
             "with it",
@@ -138,9 +131,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     weights_digest: Annotated[
-        str | None,
+        Text | None,
         Setting(
-            kinds.optional(kinds.text()),
             "name of weights and configuration; engines with the same name share, whatever they load",
             why="files with other contents get another digest by themselves",
             default="digest of the model's directory ([details](#what-is-shared-with-whom))",
@@ -148,16 +140,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     write_queue: Annotated[
         int,
+        Meta(ge=1, le=65536),
         Setting(
-            kinds.whole(1, 65536),
             "steps whose segments wait to be stored; the segments of further steps are not stored",
             why="bounds the queue; a waiting step holds no memory but the numbers of its blocks",
         ),
     ] = 64
     write_patience_s: Annotated[
         float,
+        Meta(ge=0, le=3600, description="seconds"),
         Setting(
-            kinds.real(0, 3600, "seconds"),
             "time from the end of a step for which storing its segments waits, behind the engine, while the write "
             "budget of the pool is full. The daemon gets the same time to answer a store, and at least 2 s",
             why="a short burst of writes does not lose segments",
