@@ -188,12 +188,12 @@ class Disk:
         """Yields segments of a pool that would be evicted next: at most `ahead` cached copies, then at most `ahead`
         primary copies, as the orders are when the first of each kind is asked for."""
         yield from list(islice(pool.orders[Kind.CACHED], ahead))
-        yield from list(islice(pool.retention, ahead))
+        yield from list(islice(pool.primary, ahead))
 
     def _value(self, pool: SlotPool, segment: Segment) -> float:
         """The retention value of a segment: that of the policy, which does not order cached copies."""
         if segment.kind is Kind.PRIMARY:
-            return pool.retention.retention_value(segment, self._context.now)
+            return pool.primary.retention_value(segment, self._context.now)
         if segment.hints.priority < 0:
             return 0.0
         return self._tier.value(segment, self._context.store.accesses(segment), self._context.now)

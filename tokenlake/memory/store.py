@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory.changes import ChangeLog
-from tokenlake.memory.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.memory.eviction.odds import Odds
 from tokenlake.memory.pool import Budgets, SlotPool
 from tokenlake.memory.region import RegionShape, stride_of
@@ -130,9 +130,7 @@ class SegmentStore:
         self._exchanging = 1
         """Number of nodes that merge each other's statistics of the eviction policy."""
         self._odds: dict[PoolId, Odds] = {}
-        """Models of re-use for pools that have no memory now."""
-        self._learned: dict[PoolId, bytes] = {}
-        """Statistics of the eviction policy for pools that have no memory now, the newest last."""
+        """Models of re-use for pools that have no memory now, the newest last."""
 
     # -- looking up
 
@@ -164,8 +162,9 @@ class SegmentStore:
             if self.regions.fits(tenant, slot_bytes) is None:
                 return None
             pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
-            pool.retention.restore(self._learned.pop(at, b""))
-            pool.retention.exchange_among(self._exchanging)
+            if pool.primary.odds is not None:
+                pool.primary.odds = self._odds.pop(at, pool.primary.odds)
+                pool.primary.odds.nodes = self._exchanging
             self._grow(pool)
         return pool
 
@@ -201,7 +200,7 @@ class SegmentStore:
         age, retention_value = 0.0, MAX_RETENTION_VALUE
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            if not len(order := pool.retention):
+            if not len(order := pool.primary):
                 continue
             # The vacancy is computed for each answer to another node, so that it must not change the order of eviction:
             # pinned segments are skipped and stay in the order. If the first `MAX_VICTIM_SCAN` segments are all pinned,
@@ -216,7 +215,7 @@ class SegmentStore:
 
     def retention_value(self, segment: Segment, now: float) -> float:
         """Returns the value of keeping a READY primary copy; infinite for one that is in use."""
-        return math.inf if segment.excluded else self._pools[segment.pool].retention.retention_value(segment, now)
+        return math.inf if segment.excluded else self._pools[segment.pool].primary.retention_value(segment, now)
 
     # -- life of a segment
 
@@ -413,59 +412,55 @@ class SegmentStore:
             return None
         # Mostly a tenant has one pool. Segments with the same key have the same size.
         pools = (pool for pool in self._pools.values() if pool.tenant == tenant)
-        known = [access for pool in pools if (access := pool.retention.last_access(keys, now)) is not None]
+        known = [access for pool in pools if (access := pool.primary.last_access(keys, now)) is not None]
         return max(known, default=None, key=operator.itemgetter(0))
 
     def learned(self) -> dict[PoolId, bytes]:
         """Returns the statistics that the eviction policies of primary copies have learned, by pool, also of pools that
         have no memory now."""
-        live = {at: pool.retention.save() for at, pool in self._pools.items()}
-        return {at: data for at, data in (self._learned | live).items() if data}
+        return {at: odds.save() for at, odds in (*self._odds.items(), *self._live_odds())}
 
     def odds(self, tenant: TenantId, slot_bytes: int) -> Odds:
         """Returns the model of re-use of the primary copies of this tenant and size. Without memory for them it is the
         model that they will begin with, or a new one where the policy has none."""
         at = PoolId(tenant, slot_bytes)
-        if at in self._pools:
-            known = self._pools[at].retention.odds
-            if known is not None:
-                return known
-        odds = self._odds.get(at)
-        if odds is None:
-            odds = self._odds[at] = Odds()
-            if learned := self._learned.get(at):
-                odds.restore(learned)
-            while len(self._odds) > MAX_LEARNED_POOLS:
-                del self._odds[next(iter(self._odds))]
+        if at in self._pools and (known := self._pools[at].primary.odds) is not None:
+            return known
+        return self._odds.get(at) or self._keep_odds(at, Odds())
+
+    def _keep_odds(self, at: PoolId, odds: Odds) -> Odds:
+        self._odds.pop(at, None)
+        self._odds[at] = odds
+        while len(self._odds) > MAX_LEARNED_POOLS:
+            del self._odds[next(iter(self._odds))]
         return odds
 
     def accesses(self, segment: Segment) -> int:
         """Returns the counted accesses of a segment of this node, also of one that was just evicted; at least 1."""
         pool = self._pools.get(segment.pool)
-        return 1 if pool is None else pool.retention.accesses(segment)
+        return 1 if pool is None else pool.primary.accesses(segment)
 
     def exchange_among(self, nodes: int) -> None:
         """Tell the eviction policies how many nodes, this one included, merge each other's statistics. A policy that
         learns may adapt its rate to this number, because each node sees only a part of the requests."""
         self._exchanging = nodes
-        for pool in self._pools.values():
-            pool.retention.exchange_among(nodes)
+        for _, odds in self._live_odds():
+            odds.nodes = nodes
 
     def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
         """Merge the statistics of another node's store into the pools that are here as well. Raises ValueError for data
         that an equal policy did not save."""
-        for at, data in learned.items():
-            if at in self._pools:
-                self._pools[at].retention.merge(data)
+        for at, odds in self._live_odds():
+            if at in learned:
+                odds.merge(learned[at])
+
+    def _live_odds(self) -> Iterator[tuple[PoolId, Odds]]:
+        return ((at, odds) for at, pool in self._pools.items() if (odds := pool.primary.odds) is not None)
 
     def restore_learned(self, learned: Mapping[PoolId, bytes]) -> None:
         """Let pools that are made later begin with these statistics, which `learned` returned for an equal policy."""
         for at, data in learned.items():
-            self._learned.pop(at, None)
-            self._learned[at] = data
-            self._odds.pop(at, None)
-            while len(self._learned) > MAX_LEARNED_POOLS:
-                del self._learned[next(iter(self._learned))]
+            self._keep_odds(at, Odds()).restore(data)
 
     # -- regions
 
@@ -533,7 +528,8 @@ class SegmentStore:
         self.regions.give_up(pool.tenant, drained)
         if not pool.regions:
             del self._pools[pool.id]
-            self.restore_learned({pool.id: pool.retention.save()})
+            if pool.primary.odds is not None:
+                self._keep_odds(pool.id, pool.primary.odds)
         return drained, 0
 
     def stop_draining(self, pool: SlotPool) -> None:
@@ -575,7 +571,7 @@ class SegmentStore:
         self.opened.append((region, nbytes, pool.slot_bytes))
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
-        admitted = pool.retention.admits(key, hints, now)
+        admitted = pool.primary.admits(key, hints, now)
         if not admitted:
             self._counters.add(NOT_ADMITTED)
             self._removals.add(pool.tenant, key, Removal(now, NOT_ADMITTED_RULE))
@@ -590,7 +586,7 @@ class SegmentStore:
         """
         room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
         keep_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
-        expired = pool.retention.expired(now)
+        expired = pool.primary.expired(now)
         for victims in (Kind.PRIMARY, Kind.CACHED) if keep_cached or expired else (Kind.CACHED, Kind.PRIMARY):
             on_disk = self.spare(*pool.id) if victims is Kind.PRIMARY and not expired else None
             victim = on_disk or pool.victim(victims, now)
@@ -608,7 +604,7 @@ class SegmentStore:
             self._counters.add_for(ORPHANED, len(children), why)
         self.evictions[segment.pool] = self.evictions.get(segment.pool, 0) + 1
         if not rule and segment.kind is Kind.PRIMARY:
-            rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
+            rule = self._pools[segment.pool].primary.rule(segment) or POLICY_RULE
         self._log_removal(segment, now, rule or CACHED_RULE)
         self.discard(segment, now, evicted=True)
 
@@ -625,7 +621,8 @@ class SegmentStore:
             segments = [s for s in self.segments() if s.pool == at]
             gone = [s for s in self._quarantine.values() if s.pool == at]
             pool.check_integrity(segments, gone)
-            pool.retention.check_integrity()
+            if isinstance(pool.primary, Forecast):
+                pool.primary.check_integrity()
         for tenant, index in self._index.items():
             for key, segment in index.items():
                 assert (segment.tenant, segment.key) == (tenant, key)

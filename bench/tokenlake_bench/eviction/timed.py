@@ -16,6 +16,7 @@ class Timed(EvictionPolicy):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
+        self.odds = policy.odds
         self.taken_ns = 0
         """Total nanoseconds of those calls of the policy that change its state or compare segments."""
 
@@ -95,20 +96,3 @@ class Timed(EvictionPolicy):
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._policy)
-
-    def save(self) -> bytes:
-        """Returns the statistics that the wrapped policy has learned, encoded; see `EvictionPolicy`."""
-        return self._policy.save()
-
-    def exchange_among(self, nodes: int) -> None:
-        """Set, for the wrapped policy, the number of nodes that merge each other's statistics; see `EvictionPolicy`."""
-        self._policy.exchange_among(nodes)
-
-    def merge(self, learned: bytes) -> None:
-        """Let the wrapped policy take over half of the difference to another node's statistics; see
-        `EvictionPolicy`."""
-        self._policy.merge(learned)
-
-    def restore(self, learned: bytes) -> None:
-        """Let the wrapped policy begin with saved statistics; see `EvictionPolicy`."""
-        self._policy.restore(learned)

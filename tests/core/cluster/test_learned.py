@@ -16,7 +16,7 @@ from tokenlake.hints import NO_HINTS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.memory import Budgets, Kind, PoolId, Segment, SegmentStore
 from tokenlake.memory import store as store_module
-from tokenlake.memory.eviction import Forecast
+from tokenlake.memory.eviction.odds import Odds
 from tokenlake.metrics import Counters
 from tokenlake.wire import peer
 
@@ -46,7 +46,7 @@ def retention_value(core: NodeCore) -> float:
     """The retention value of a segment that was used once."""
     pool = core.store.pool(RED, SLOT_BYTES)
     assert pool is not None
-    return pool.retention.retention_value_of_new(SegmentKey(b"n" * 32), NO_HINTS, 1e6)
+    return pool.primary.retention_value_of_new(SegmentKey(b"n" * 32), NO_HINTS, 1e6)
 
 
 def test_a_restart_begins_with_the_saved_statistics() -> None:
@@ -86,8 +86,8 @@ def test_too_many_bytes_are_refused() -> None:
 
 def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
-    store = SegmentStore(0, 4096, Budgets(), Counters(), Forecast)
-    learned = Forecast().save()
+    store = SegmentStore(0, 4096, Budgets(), Counters())
+    learned = Odds().save()
     store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
 
@@ -107,11 +107,11 @@ def test_nodes_exchange_their_statistics() -> None:
         stores[0].touch([segment], 30.0 * number)
     stores[0].unpin(segment)
     key = SegmentKey(b"n" * 32)
-    before = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
+    before = pools[1].primary.retention_value_of_new(key, NO_HINTS, 1e5)
     cluster.run_for(3 * SEND_S)
-    assert [pool.retention._policy._odds.nodes for pool in pools if pool is not None] == [2, 2]  # type: ignore[attr-defined]
-    seen = pools[0].retention.retention_value_of_new(key, NO_HINTS, 1e5)
-    heard = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
+    assert [pool.primary.odds.nodes for pool in pools if pool is not None and pool.primary.odds] == [2, 2]
+    seen = pools[0].primary.retention_value_of_new(key, NO_HINTS, 1e5)
+    heard = pools[1].primary.retention_value_of_new(key, NO_HINTS, 1e5)
     assert heard != before
     assert abs(heard - seen) < abs(before - seen)
 
@@ -132,7 +132,7 @@ def test_every_peer_is_sent_every_pool() -> None:
     context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 8 * SLOT_BYTES))
     peers = Peers(context, *4 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
-    context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
+    context.store.restore_learned({PoolId(tenant, SLOT_BYTES): Odds().save() for tenant in tenants})
     sent: dict[str, set[str]] = {"b": set(), "c": set()}
     for node in sent:
         peers.came_up(NodeId(node), Incarnation(1))

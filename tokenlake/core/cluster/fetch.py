@@ -347,7 +347,7 @@ class Transfers:
         segment.hints = segment.hints.merged_over(note.hints)
         pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
         if pool is not None:
-            pool.retention.recall(segment.key, note.accesses, note.hints, self._context.now)
+            pool.primary.recall(segment.key, note.accesses, note.hints, self._context.now)
 
     def _read(self, transfer: Transfer) -> None:
         """Queue reads from disk into the slots that are reserved for the segments, one or more reads for each device of

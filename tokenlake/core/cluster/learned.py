@@ -14,7 +14,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.instructions import Note
 from tokenlake.identity import TenantId
 from tokenlake.memory import PoolId
-from tokenlake.memory.eviction import Forecast
+from tokenlake.memory.eviction.odds import Odds
 from tokenlake.wire import peer as wire
 
 SEND_S = 2.0
@@ -83,7 +83,7 @@ class Learned:
     def check(self, data: bytes) -> None:
         """Raises `ValueError` with the reason why `restore` cannot use the data. Changes nothing."""
         for _, _, learned in self._decoded(data).pools:
-            Forecast().restore(learned)
+            Odds().restore(learned)
 
     def restore(self, data: bytes) -> None:
         """Begin with the statistics that an earlier process saved; called after `check`, before the node has
