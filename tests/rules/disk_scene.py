@@ -52,5 +52,10 @@ def written(tier: DiskTier, segment: Segment, now: float = 0.0, *, leaves: bool 
     place = tier.place(entry)
     if leaves:
         segment.state = State.GONE
-        assert tier.left(segment, 1, now, keep=True)
+        assert tier.left(segment, 1, keep=True)
     return place
+
+
+def evictions(tier: DiskTier) -> int:
+    """How many segments left the tier for want of space since the last call."""
+    return sum(each.evicted for each in tier.take_void())

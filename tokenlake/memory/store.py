@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
-from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory.changes import ChangeLog
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.memory.eviction.odds import Odds
@@ -32,7 +33,7 @@ from tokenlake.memory.slot_table import Cursor, SlotTable
 from tokenlake.memory.vacancy import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.metrics import Counters, Metric
 from tokenlake.wire.codes import Code
-from tokenlake.wire.fields import MAX_SECONDS
+from tokenlake.wire.fields import CHECKSUM_BYTES, MAX_SECONDS
 from tokenlake.wire.slots import SlotRef
 
 NOT_ADMITTED = Metric(
@@ -73,14 +74,35 @@ _GONE = State.GONE
 """A constant for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
 
 
+class Gone(NamedTuple):
+    """A segment that left memory."""
+
+    segment: Segment
+    rule: str = ""
+    """Why, in the words of `removals`; empty for one that no reader should have found or that another node owns."""
+
+    @property
+    def for_room(self) -> bool:
+        """True if it was evicted for want of memory."""
+        return self.rule not in ("", CORRUPT_RULE, OPERATOR_RULE)
+
+    @property
+    def void(self) -> bool:
+        """True if no copy of it, on disk either, may be read any more."""
+        return self.rule in (CORRUPT_RULE, OPERATOR_RULE)
+
+    @property
+    def told(self) -> bool:
+        """True if a directory node may still name this node for it: each copy with wrong bytes, and the others that
+        this node owned."""
+        return self.rule == CORRUPT_RULE or (bool(self.rule) and self.segment.owns)
+
+
 class SegmentStore:
     """The segments and slots of one node. All changes are synchronous: a reservation takes a slot, with an eviction if
     necessary, or is refused at once.
 
-    The store collects changes, which its caller takes: `NodeCore` empties `reissued` and `evicted`, the disk tier
-    (`core.disk`) `left` and `evictions`. `reissued`: slots with a new generation. `evicted`: copies that left and that
-    a directory node may still name: primary copies, cached copies without a known owner, and every copy with wrong
-    bytes.
+    Its caller takes after each event which segments left (`take_gone`) and which slots are new (`take_slots`).
     """
 
     def __init__(
@@ -99,22 +121,17 @@ class SegmentStore:
         of each pool. `removals`: where the store writes why segments left."""
         self.regions = RegionAllocator(regions, region_bytes, quotas, made=made)
         """The memory of each tenant. Of other modules only `core.regions` changes it."""
-        self.opened: list[tuple[int, int, int]] = []
-        """Regions that got a tenant, as (region, bytes, bytes of a slot); the caller empties the list."""
-        self.reissued: list[SlotRef] = []
-        self.evicted: list[Segment] = []
         self.arrivals = 0
         """Number of segments that became READY so far."""
         self.on_arrival: Callable[[Segment], None] = lambda segment: None
         """Called with each segment that becomes READY."""
         self.spare: Callable[[TenantId, int], Segment | None] = lambda tenant, slot_bytes: None
         """Returns an unpinned primary copy, of this tenant and size, that is on disk too: memory evicts it first."""
-        self.left: list[Segment] = []
-        """Segments with an entry in the disk tier that left memory; the caller empties the list."""
-        self.evictions: dict[PoolId, int] = {}
-        """Number of segments that were evicted for want of memory, by pool; the caller empties the map."""
         self.changes = ChangeLog()
         """The log of the segments that became READY, and of those that left."""
+        self._gone: list[Gone] = []
+        self._opened: list[tuple[int, int, int]] = []
+        self._reissued: list[SlotRef] = []
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
@@ -131,6 +148,19 @@ class SegmentStore:
         """Number of nodes that merge each other's statistics of the eviction policy."""
         self._odds: dict[PoolId, Odds] = {}
         """Models of re-use for pools that have no memory now, the newest last."""
+
+    def take_gone(self) -> list[Gone]:
+        """Returns the segments that left since the last call, those that were never READY and those that a node
+        discards without a reason only if they are on disk."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def take_slots(self) -> tuple[list[tuple[int, int, int]], list[SlotRef]]:
+        """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot), and
+        slots with a new generation."""
+        opened, self._opened = self._opened, []
+        reissued, self._reissued = self._reissued, []
+        return opened, reissued
 
     # -- looking up
 
@@ -229,9 +259,12 @@ class SegmentStore:
         now: float,
         hints: Hints = NO_HINTS,
         parent: SegmentKey | None = None,
+        source: NodeId | None = None,
+        shards: int = 0,
     ) -> Segment | Code:
         """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
-        the reason of the refusal.
+        the reason of the refusal. `source`: the node that owns the segment, if not this one. `shards`: how many shards
+        are committed one by one (`commit_shards`).
 
         The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
         too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
@@ -270,10 +303,13 @@ class SegmentStore:
         segment.pins = 1
         segment.hints = hints
         segment.parent = parent
+        segment.source = source
+        segment.missing_shards = (1 << shards) - 1
+        segment.checksums = bytes(CHECKSUM_BYTES * shards)
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
         self._slots.put(segment)
-        self.reissued.append(segment.place)
+        self._reissued.append(segment.place)
         return segment
 
     def admits_primary(self, segment: Segment, now: float) -> bool:
@@ -282,6 +318,21 @@ class SegmentStore:
         pool = self._pools[segment.pool]
         free = bool(pool.free) or self.regions.fits(*pool.id) is not None
         return free or self._admits(pool, segment.key, segment.hints, now)
+
+    def commit_shards(self, segment: Segment, shards: Sequence[int], checksums: bytes) -> bool:
+        """Take over the checksums of shards of a segment that is being written, in order. Returns True once none is
+        missing."""
+        if len(checksums) == len(segment.checksums):
+            segment.checksums = checksums
+        else:
+            known = bytearray(segment.checksums)
+            for position, shard in enumerate(shards):
+                at = shard * CHECKSUM_BYTES
+                known[at : at + CHECKSUM_BYTES] = checksums[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
+            segment.checksums = bytes(known)
+        for shard in shards:
+            segment.missing_shards &= ~(1 << shard)
+        return not segment.missing_shards
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
         """Make a RESERVED segment READY, with its checksums. The caller's pin stays."""
@@ -296,15 +347,18 @@ class SegmentStore:
             del self._corrupt[segment.tenant, segment.key]
             self._counters.add(HEALED)
 
-    def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
-        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin.
-        `evicted`: the policy keeps a ghost, because the segment left for want of memory."""
+    def discard(self, segment: Segment, now: float) -> None:
+        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin."""
+        self._take_out(segment, now, Gone(segment))
+
+    def _take_out(self, segment: Segment, now: float, gone: Gone) -> None:
         pool = self._pools[segment.pool]
+        evicted = gone.rule not in ("", CORRUPT_RULE)
         if segment.state is State.READY:
             pool.leave(segment, now, evicted)
             self.changes.gone(segment)
-        if segment.disk >= 0:
-            self.left.append(segment)
+        if gone.rule or segment.disk >= 0:
+            self._gone.append(gone)
         segment.state = State.GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
@@ -316,17 +370,14 @@ class SegmentStore:
             self._free(pool, segment)
 
     def drop(self, segment: Segment, now: float) -> None:
-        """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins, and add it to
-        `evicted`."""
+        """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins."""
         self.found_corrupt(segment.tenant, segment.key)
         self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
-        self.evicted.append(segment)
-        self.discard(segment, now)
+        self._take_out(segment, now, Gone(segment, CORRUPT_RULE))
 
     def evict(self, segment: Segment, now: float) -> None:
         """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
-        self._log_removal(segment, now, OPERATOR_RULE)
-        self.discard(segment, now, evicted=True)
+        self._remove(segment, now, OPERATOR_RULE)
 
     def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
         """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
@@ -347,6 +398,20 @@ class SegmentStore:
         pool.counts[kind] += 1
         if segment.state is State.READY:
             pool.enter(segment, now)
+
+    def own(self, segment: Segment) -> None:
+        """This node owns a segment from now on. Its kind stays."""
+        segment.source = None
+
+    def disown(self, segment: Segment, owner: NodeId, now: float) -> None:
+        """Another node owns a segment of this node from now on: the copy here is a cached one."""
+        segment.source = owner
+        self.become(segment, Kind.CACHED, now)
+
+    def recall(self, segment: Segment, accesses: int, hints: Hints, now: float) -> None:
+        """Give a segment that is about to be read back from disk what is known of it there."""
+        segment.hints = segment.hints.merged_over(hints)
+        self._pools[segment.pool].primary.recall(segment.key, accesses, hints, now)
 
     def pin(self, *segments: Segment) -> None:
         """Keep the slots of the segments as they are until `unpin`, which each `pin` needs once."""
@@ -568,7 +633,7 @@ class SegmentStore:
         slots = RegionShape(nbytes, pool.slot_bytes).slots
         self._slots.add_region(region, slots)
         pool.add_region(region, slots)
-        self.opened.append((region, nbytes, pool.slot_bytes))
+        self._opened.append((region, nbytes, pool.slot_bytes))
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
         admitted = pool.primary.admits(key, hints, now)
@@ -602,18 +667,14 @@ class SegmentStore:
             in_use = any(child.pins for child in children)
             why = "reclaimed" if rule == RECLAIMED_RULE else "in_use" if in_use else segment.kind.name.lower()
             self._counters.add_for(ORPHANED, len(children), why)
-        self.evictions[segment.pool] = self.evictions.get(segment.pool, 0) + 1
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].primary.rule(segment) or POLICY_RULE
-        self._log_removal(segment, now, rule or CACHED_RULE)
-        self.discard(segment, now, evicted=True)
+        self._remove(segment, now, rule or CACHED_RULE)
 
-    def _log_removal(self, segment: Segment, now: float, rule: str) -> None:
-        """Log why a segment leaves, and put it in `evicted` if a directory node may name it."""
-        removal = Removal(now, rule, unused_s=max(0.0, now - segment.touched))
-        self._removals.add(segment.tenant, segment.key, removal)
-        if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):
-            self.evicted.append(segment)
+    def _remove(self, segment: Segment, now: float, rule: str) -> None:
+        """Take a segment out of the index, and log why."""
+        self._removals.add(segment.tenant, segment.key, Removal(now, rule, unused_s=max(0.0, now - segment.touched)))
+        self._take_out(segment, now, Gone(segment, rule))
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""

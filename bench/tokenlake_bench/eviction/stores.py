@@ -241,11 +241,9 @@ class NodeStores:
         before = self._parents[segment]
         parent = self._keys[before] if before >= 0 else None
         made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[segment], kind, depth, now, hints, parent)
-        store.reissued.clear()
-        for gone in store.evicted:
-            if gone.kind is Kind.PRIMARY:
-                self._held[self._ids[gone.key]] = None
-        store.evicted.clear()
+        for gone in store.take_gone():
+            if gone.segment.kind is Kind.PRIMARY:
+                self._held[self._ids[gone.segment.key]] = None
         return made if isinstance(made, Segment) else None
 
 

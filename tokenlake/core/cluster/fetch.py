@@ -39,7 +39,7 @@ from tokenlake.core.engines.sessions import Process
 from tokenlake.core.instructions import AbortFetch, Answer, DiskRead, Note, StartFetch
 from tokenlake.disk import NO_ENTRY, Place, pack_places
 from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue
-from tokenlake.disk.tier import Slab
+from tokenlake.disk.slab import Slab
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, State
@@ -273,16 +273,22 @@ class Transfers:
                 refused.append((on_arrival, Code.LOST))
                 continue
             segment = self._context.store.reserve(
-                tenant, slot_bytes, key, kind, depth, self._context.now, hints or NO_HINTS
+                tenant,
+                slot_bytes,
+                key,
+                kind,
+                depth,
+                self._context.now,
+                hints or NO_HINTS,
+                source=None if from_disk or kind is not Kind.CACHED else node,
             )
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
                 continue
             if from_disk:
-                self._recall(segment, entry)
+                note = self._context.disk.note(entry)
+                self._context.store.recall(segment, note.accesses, note.hints, self._context.now)
                 transfer.places.append(self._context.disk.begin_read(entry))
-            else:
-                segment.source = node if kind is Kind.CACHED else None
             self._waiters[segment] = [on_arrival]
             transfer.segments.append(segment)
         if transfer.segments and from_disk:
@@ -340,14 +346,6 @@ class Transfers:
         entry = disk.find(tenant, key)
         fits = entry >= 0 and disk.slab(entry).slot_bytes == slot_bytes and disk.shards(entry) == shards
         return entry if fits else NO_ENTRY
-
-    def _recall(self, segment: Segment, entry: int) -> None:
-        """Give the segment, which is about to be read back, the hints and the count of accesses in its note on disk."""
-        note = self._context.disk.note(entry)
-        segment.hints = segment.hints.merged_over(note.hints)
-        pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
-        if pool is not None:
-            pool.primary.recall(segment.key, note.accesses, note.hints, self._context.now)
 
     def _read(self, transfer: Transfer) -> None:
         """Queue reads from disk into the slots that are reserved for the segments, one or more reads for each device of
