@@ -38,7 +38,7 @@ def tier_of(
 ) -> DiskTier:
     """A tier with one device, with room for so many segments in so many slabs."""
     odds = Odds()
-    tier = DiskTier(lambda tenant, slot_bytes: odds, writes_per_day, quotas or {})
+    tier = DiskTier(lambda pool: odds, writes_per_day, quotas or {})
     tier.ready(0, slab_bytes(SLOT, places) + (slabs - 1) * SLAB_BYTES, 1e9, 1e9, 0.0)
     tier.recovered(0)
     return tier

@@ -75,7 +75,7 @@ def test_a_wrong_segment_that_is_being_written_is_void() -> None:
 
 
 def test_a_full_slab_gives_up_what_was_not_accessed_longest() -> None:
-    """The first segment that was not accessed since the last round leaves, and its place gets the next generation."""
+    """The first segment in the queue that was not accessed leaves, and its place gets the next generation."""
     tier = tier_of(3)
     for number in range(3):
         written(tier, segment_of(number))
@@ -231,7 +231,7 @@ def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
     tier = tier_of(4)
     written(tier, segment_of(1))
     note = tier.packed_note(tier.find(TENANT, key_of(1)))
-    again = DiskTier(lambda tenant, slot_bytes: Odds(), 0.0)
+    again = DiskTier(lambda pool: Odds(), 0.0)
     again.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
     entry = again.found(0, TENANT, SLOT, (key_of(1), Place(2, 7), 1, note), 0.0)
     assert entry is not None

@@ -381,13 +381,13 @@ def test_the_model_of_a_pool_that_lost_its_memory() -> None:
         """The pool gets the region, learns, and loses it. Returns the value by its model afterwards."""
         pool = store.pool(red, slot_bytes)
         assert pool is not None
-        model = store.odds(red, slot_bytes)
+        model = store.models.of(pool.id)
         for _ in range(steps):
             model.add(features, 5, 1.0, 1.0)
             model.learn()
         value = model.retention_value(features)[5]
         assert store.drain(pool, 0.0)[1] == 0
-        assert store.odds(red, slot_bytes).retention_value(features)[5] == pytest.approx(value)
+        assert store.models.of(pool.id).retention_value(features)[5] == pytest.approx(value)
         store.regions.made(store.regions.make(store.regions.unmade))
         return value
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.rules.test_store_machine import StoreMachine
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Gone, Kind, Segment, SegmentStore, State
+from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.pool import SlotPool
 from tokenlake.memory.slot_table import SlotTable
 from tokenlake.wire.codes import Code
@@ -78,9 +78,9 @@ class LeaseIgnored(SegmentStore):
 class QuarantineFreedAtOnce(SegmentStore):
     """The slot of a discarded segment is free although a process may still use it."""
 
-    def _take_out(self, segment: Segment, now: float, gone: Gone) -> None:
+    def _take_out(self, segment: Segment, now: float, rule: str) -> None:
         with hidden_pins(segment):
-            super()._take_out(segment, now, gone)
+            super()._take_out(segment, now, rule)
 
     def unpin(self, *segments: Segment) -> None:
         for segment in segments:

@@ -208,7 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert place in self.model.free(pool), f"slot {place} is none of {pool}"
         previous_owner = self.stamps.get(place, 0)
         assert result.place.generation > previous_owner, f"generation of {place} did not grow from {previous_owner}"
-        assert self.store.take_slots()[1] == [result.place]
+        assert self.store.take_slots()[1] == [result.packed]
         self.stamps[place] = result.place.generation
         self.written += 1
         copy = Copy(pool, key, kind, place, result.place.generation, self.written, self.now, pins=[WRITER])
@@ -275,7 +275,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def evictions_match_the_model(self) -> None:
-        self.told += [gone.segment for gone in self.store.take_gone() if gone.told]
+        self.told += [each for each in self.store.take_gone() if each.left_by and each.owns]
         assert set(self.told) == {self.real[copy] for copy in self.model.evicted}, "evicted copies"
         assert self.counters[EVICTED] == self.model.evictions, "evictions counted"
         assert self.counters[NOT_ADMITTED] == self.model.not_admitted, "refusals counted"

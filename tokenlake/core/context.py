@@ -114,7 +114,7 @@ class Context:
             removals=self.removals,
             made=config.made,
         )
-        self.disk = DiskTier(self.store.odds, config.disk_writes_per_day, config.quotas)
+        self.disk = DiskTier(self.store.models.of, config.disk_writes_per_day, config.quotas)
         self.store.spare = self.disk.spare
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()

@@ -36,8 +36,8 @@ from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.disk.slab import Device, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Gone, Kind, Segment, SlotPool, State
-from tokenlake.memory.removals import DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
+from tokenlake.memory import Kind, Segment, SlotPool, State
+from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, VOID_RULES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys, split_keys
@@ -118,28 +118,31 @@ class Disk:
 
     # -- after each event
 
-    def follow(self, gone: Sequence[Gone]) -> list[Gone]:
+    def follow(self, gone: Sequence[Segment]) -> list[Segment]:
         """Called after each event with the segments that left memory: those on disk stay there, or are void too; then
         segments are written that memory would evict next. Returns those that this node does not have any more and that
         a directory node may name."""
         store, tier, now = self._context.store, self._tier, self._context.now
         self._emit_void()
-        left = [each for each in gone if each.segment.disk >= 0]
-        for each in left:
-            keep = not each.void and each.segment.source is None
-            if tier.left(each.segment, store.accesses(each.segment), keep=keep, erase=each.void):
+        left = [segment for segment in gone if segment.disk >= 0]
+        for segment in left:
+            void = segment.left_by in VOID_RULES
+            keep = not void and segment.source is None
+            if tier.left(segment, store.accesses(segment), keep=keep, erase=void):
                 self._context.counters.add(KEPT)
         if left:
             # The caller tells the directory nodes of these, as of all segments that leave memory.
             self._emit_void(tell=False)
         if tier.devices:
-            for pool, count in Counter(each.segment.pool for each in gone if each.for_room).items():
+            evicted = (each.pool for each in gone if each.left_by and each.left_by not in VOID_RULES)
+            for pool, count in Counter(evicted).items():
                 tier.evicted(pool.tenant, pool.slot_bytes, count, now)
                 self._evictions += count
         if self._evictions >= LOOK_EVERY:
             self.look()
         self._complete()
-        return [each for each in gone if each.told and tier.find(each.segment.tenant, each.segment.key) < 0]
+        named = (each for each in gone if each.left_by == CORRUPT_RULE or (each.left_by and each.owns))
+        return [each for each in named if tier.find(each.tenant, each.key) < 0]
 
     # -- writing
 
@@ -371,7 +374,7 @@ class Disk:
         gone = [key for key in keys if (here := index.get(key)) is None or here.state is not State.READY]
         if gone:
             for key in gone:
-                self._context.removals.add(tenant, key, Removal(self._context.now, rule))
+                self._context.removals.add(tenant, key, self._context.now, rule)
             self._directory_node.tell_evicted(tenant, gone, rule, NO_ACCESS, 0.0)
 
     # -- devices

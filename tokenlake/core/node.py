@@ -45,7 +45,7 @@ from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.location import Location
-from tokenlake.memory import Gone, Kind, Segment, SegmentStore, State
+from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
 from tokenlake.wire import engine, peer
@@ -346,7 +346,7 @@ class NodeCore:
         out, context.out = context.out, []
         opened, reissued = context.store.take_slots()
         if reissued:
-            out.insert(0, Stamp(b"".join(place.pack() for place in reissued)))
+            out.insert(0, Stamp(b"".join(reissued)))
         out[:0] = [CutRegion(*region) for region in opened]
         return out
 
@@ -361,7 +361,7 @@ class NodeCore:
 
     def _arrived(self, segment: Segment) -> None:
         """A segment became READY in memory."""
-        if self._context.disk:
+        if self._context.disk.devices:
             self._context.disk.arrived(segment)
         self._waiting.arrived(segment.tenant, (segment.key,))
 
@@ -447,11 +447,11 @@ class NodeCore:
         self._ownership.owner_evicted(node, tenant, keys)
         self._explain.gone(node, tenant, keys, message)
 
-    def _report_gone(self, gone: Sequence[Gone]) -> None:
+    def _report_gone(self, gone: Sequence[Segment]) -> None:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
         groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
-        for segment, rule in gone:
-            groups.setdefault((segment.tenant, rule, segment.hints.access), []).append(segment)
+        for segment in gone:
+            groups.setdefault((segment.tenant, segment.left_by, segment.hints.access), []).append(segment)
         for (tenant, rule, access), segments in groups.items():
             age_s = self._context.since(segments[0].touched)
             self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)

@@ -52,9 +52,9 @@ class Entries:
 
     def __init__(self, quotas: Mapping[str, float]) -> None:
         """`quotas`: as of `Space`."""
-        self._space = Space(quotas, self._is_busy)
-        self.devices = self._space.devices
         self._index = Index(self._has_tenant)
+        self._space = Space(quotas, self._is_busy, self._index)
+        self.devices = self._space.devices
         self._notes = Notes()
         self._in_use: dict[tuple[int, int], int] = {}
         """Number of reads and erasures under way, by (number of the slab, place)."""
@@ -199,8 +199,14 @@ class Entries:
             self.forget(entry, erase=erase)
             return False
         index.set_note(entry, self._notes.pack(Note(segment.depth, accesses, segment.hints)))
-        index.states[entry], index.accessed[entry] = EntryState.ALONE, segment.touched
+        index.accessed[entry] = segment.touched
+        self._be_alone(slab, entry)
         return True
+
+    def _be_alone(self, slab: Slab, entry: int) -> None:
+        self._index.states[entry] = EntryState.ALONE
+        if not self._index.queued[entry]:
+            slab.queue.append(entry)
 
     # -- reading
 
@@ -280,6 +286,8 @@ class Entries:
 
     def _remove(self, slab: Slab, entry: int) -> None:
         slot = self._index.slots[entry]
+        if self._index.queued[entry]:
+            slab.queue.remove(entry)
         self._index.remove(entry)
         slab.entries[slot] = 0
         if not slab.void and (slab.number, slot) not in self._in_use:

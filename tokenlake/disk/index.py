@@ -51,8 +51,10 @@ class Index:
         """By entry: the number of shards of the segment."""
         self.states = bytearray()
         """By number: the `EntryState`, which the owner of the index sets."""
+        self.previous, self.next, self.queued = array("I"), array("I"), bytearray()
+        """By entry: its neighbours in the queue (`queue.py`), and 1 if it is there."""
         self.again = bytearray()
-        """By entry: 1 if the segment was accessed since the search for one to evict passed it last."""
+        """By entry: 1 if the segment was accessed since it was passed over in the queue."""
         self.accessed = array("d")
         """By entry: the time in seconds of the last access."""
         self._unused = array("I")
@@ -88,7 +90,8 @@ class Index:
             self._keys[entry * KEY_BYTES : (entry + 1) * KEY_BYTES] = key
             self._notes[entry * NOTE_BYTES : (entry + 1) * NOTE_BYTES] = note
             self.slabs[entry], self.slots[entry], self.shards[entry] = slab, slot, shards
-            self.states[entry], self.again[entry], self.accessed[entry] = EntryState.VOID, 0, accessed
+            self.states[entry], self.again[entry], self.queued[entry] = EntryState.VOID, 0, 0
+            self.accessed[entry] = accessed
         else:
             entry = len(self.slots)
             self._keys += key
@@ -98,6 +101,9 @@ class Index:
             self.shards.append(shards)
             self.states.append(EntryState.VOID)
             self.again.append(0)
+            self.queued.append(0)
+            self.previous.append(0)
+            self.next.append(0)
             self.accessed.append(accessed)
         self._count += 1
         if 3 * self._count > 2 * len(self._table):

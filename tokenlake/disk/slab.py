@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tokenlake.disk.admission import DailyBudget
 from tokenlake.disk.places import footprint, slab_bytes
+from tokenlake.disk.queue import Queue
 from tokenlake.identity import TenantId
 from tokenlake.memory import Segment
 
@@ -15,7 +16,7 @@ from tokenlake.memory import Segment
 class Slab:
     """The places of one tenant and slot size on one device."""
 
-    def __init__(self, number: int, device: Device, tenant: TenantId, slot_bytes: int) -> None:
+    def __init__(self, number: int, device: Device, tenant: TenantId, slot_bytes: int, queue: Queue) -> None:
         self.number = number
         self.device = device
         self.tenant = tenant
@@ -31,8 +32,8 @@ class Slab:
         self.newest = 0
         """The greatest generation of the places that were found on the device, and of those by which the slab was
         shortened. New places begin with it."""
-        self.hand = 0
-        """The place at which the search for the next segment to leave begins."""
+        self.queue = queue
+        """The entries that were on disk alone at some time, in the order in which they may leave."""
         self.resident: OrderedDict[int, tuple[Segment, float]] = OrderedDict()
         """The segments of the slab that are in memory too, by entry, and the time of an access of each. The order is
         that of these times, approximately."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+from tokenlake.disk.index import Index
 from tokenlake.disk.places import slab_bytes
+from tokenlake.disk.queue import Queue
 from tokenlake.disk.slab import Device, Slab
 from tokenlake.identity import TenantId
 from tokenlake.rate import Rate
@@ -43,14 +45,15 @@ class Space:
     """The slabs of all devices. It makes and drops slabs, and names those that have to shrink; `DiskTier`, which knows
     the segments in the places, shortens them."""
 
-    def __init__(self, quotas: Mapping[str, float], is_busy: Callable[[Slab, int], bool]) -> None:
+    def __init__(self, quotas: Mapping[str, float], is_busy: Callable[[Slab, int], bool], index: Index) -> None:
         """`quotas`: by tenant, the greatest share (0 to 1) of each device that its segments may take; the others have
-        no limit. `is_busy`: returns True for a place that has to stay."""
+        no limit. `is_busy`: returns True for a place that has to stay. `index`: has the links of the queues."""
         self.devices: dict[int, Device] = {}
         self.slabs: dict[int, Slab] = {}
         """By number; those of devices that have gone stay until their entries are removed."""
         self._quotas = quotas
         self._is_busy = is_busy
+        self._index = index
         self._last = 0
         self._uses: OrderedDict[tuple[TenantId, int], Rate] = OrderedDict()
         """By tenant and slot size: the bytes per second that memory evicts and that are read from disk."""
@@ -72,7 +75,7 @@ class Space:
                 return None
             while self._last in self.slabs:
                 self._last = (self._last + 1) % MAX_SLABS
-            slab = Slab(self._last, device, tenant, slot_bytes)
+            slab = Slab(self._last, device, tenant, slot_bytes, Queue(self._index))
             self.slabs[slab.number] = device.slabs[tenant, slot_bytes] = slab
         return slab
 

@@ -1,9 +1,8 @@
 """The disk tier: which segments are written, which leave their place for others, and what is found on devices.
 
-Where no slab may grow, segments that are on disk alone and not in use leave by FIFO with a second chance: a hand goes
-round the places of the slab, takes the first one whose segment was not accessed since the hand passed it last, and
-passes the others. The order by the values of memory's model (`memory.eviction.odds`) was no better: the figures are in
-docs/results/disk-simulation.md.
+Where no slab may grow, segments that are on disk alone and not in use leave by FIFO with a second chance: they queue in
+the order in which they left memory, and one that was accessed since goes to the end once. The order by the values of
+memory's model (`memory.eviction.odds`) was no better: the figures are in docs/results/disk-simulation.md.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from tokenlake.disk.slab import Device, Slab, SlabUse
 from tokenlake.disk.space import Shrinks
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Segment
+from tokenlake.memory import PoolId, Segment
 from tokenlake.memory.eviction.odds import EDGES, Odds
 from tokenlake.rate import Rate
 
 EVICTIONS_HALF_LIFE_S = 300.0
-MAX_PASSED_PLACES = 2048
-"""Maximum number of places that one search for a segment to evict from disk passes over: 1 ms."""
+MAX_PASSED_OVER = 1024
+"""Maximum number of segments that one search for a segment to evict from disk passes over: 1 ms."""
 _ALONE, _RESIDENT = EntryState.ALONE, EntryState.RESIDENT
 
 
@@ -39,11 +38,11 @@ class DiskTier(Entries):
 
     def __init__(
         self,
-        odds: Callable[[TenantId, int], Odds],
+        odds: Callable[[PoolId], Odds],
         writes_per_day: float,
         quotas: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`odds`: returns the model of re-use for segments of a tenant and a size in bytes. `writes_per_day`: how often
+        """`odds`: returns the model of re-use of a pool. `writes_per_day`: how often
         a device may be written whole per day; 0: no limit. `quotas`: as of `Space`."""
         super().__init__(quotas)
         self._odds = odds
@@ -62,10 +61,10 @@ class DiskTier(Entries):
 
     def value(self, segment: Segment, accesses: int, now: float) -> float:
         """The retention value of a segment by the model of re-use, in accesses per second."""
-        return self._value(segment.tenant, segment.slot_bytes, accesses, segment.hints, now - segment.touched)
+        return self._value(segment.pool, accesses, segment.hints, now - segment.touched)
 
-    def _value(self, tenant: TenantId, slot_bytes: int, accesses: int, hints: Hints, unused_s: float) -> float:
-        odds = self._odds(tenant, slot_bytes)
+    def _value(self, pool: PoolId, accesses: int, hints: Hints, unused_s: float) -> float:
+        odds = self._odds(pool)
         return odds.retention_value(odds.features(accesses, hints))[bisect_right(EDGES, max(0.0, unused_s)) - 1]
 
     # -- writing
@@ -107,7 +106,8 @@ class DiskTier(Entries):
             return slab
         victim = None if self._space.has_room(slab) else self._next_to_leave(slab)
         if victim is not None and (victim == NO_ENTRY or self._value_on_disk(slab, victim, now) > value):
-            slab.hand += victim != NO_ENTRY
+            if victim != NO_ENTRY:
+                slab.queue.pass_over(victim)
             self._space.drop_empty(slab)
             return Refusal.VALUE
         return self._write(slab, segment, accesses, victim, now)
@@ -123,27 +123,25 @@ class DiskTier(Entries):
         return slab
 
     def _next_to_leave(self, slab: Slab) -> int:
-        """Moves the hand to the next place whose segment may leave and has had its second chance. Returns its entry, or
-        `NO_ENTRY` if there is none among the places that one search passes."""
-        places, index = len(slab.entries), self._index
-        for _ in range(min(2 * places, MAX_PASSED_PLACES)):
-            slab.hand = slab.hand if slab.hand < places else 0
-            entry = slab.entries[slab.hand] - 1
-            if entry >= 0 and index.states[entry] == _ALONE and not self._is_busy(slab, slab.hand):
+        """Moves segments that stay to the end of the queue, until the first one may leave. Returns its entry, or
+        `NO_ENTRY` if there is none among those that one search passes over."""
+        queue, index = slab.queue, self._index
+        for _ in range(min(2 * len(queue), MAX_PASSED_OVER)):
+            entry = queue.first
+            if index.states[entry] == _ALONE and not self._is_busy(slab, index.slots[entry]):
                 if not index.again[entry]:
                     return entry
                 index.again[entry] = 0
-            slab.hand += 1
+            queue.pass_over(entry)
         return NO_ENTRY
 
     def _value_on_disk(self, slab: Slab, entry: int, now: float) -> float:
         note, unused_s = self.note(entry), now - self._index.accessed[entry]
-        return self._value(slab.tenant, slab.slot_bytes, note.accesses, note.hints, unused_s)
+        return self._value(PoolId(slab.tenant, slab.slot_bytes), note.accesses, note.hints, unused_s)
 
     def _write(self, slab: Slab, segment: Segment, accesses: int, victim: int | None, now: float) -> int:
         if victim is not None:
             self.forget(victim, evicted=True)
-            slab.hand += 1
         self._admission(segment.tenant, segment.slot_bytes).wrote(1)
         slab.device.budget.spend(slab.footprint, now)
         return self.begin_write(slab, segment, Note(segment.depth, accesses, segment.hints))
@@ -212,7 +210,7 @@ class DiskTier(Entries):
         if beyond > 0:
             slab.grow(beyond, 0)
         entry = self._index.add(key, slab.number, place.slot, shards, note, now)
-        self._index.states[entry] = _ALONE
+        self._be_alone(slab, entry)
         slab.entries[place.slot] = entry + 1
         slab.generations[place.slot] = place.generation
         return entry
@@ -275,6 +273,7 @@ class DiskTier(Entries):
         counted = 0
         writing: dict[int, int] = {}
         for slab in self._space.slabs.values():
+            slab.queue.check_integrity()
             free = set(slab.free)
             assert len(free) == len(slab.free)
             for slot, number in enumerate(slab.entries):

@@ -6,13 +6,12 @@ from tokenlake.memory.region import RegionShape
 from tokenlake.memory.removals import Removal, RemovalLog
 from tokenlake.memory.segment import Kind, PoolId, Segment, State
 from tokenlake.memory.slot_table import Cursor
-from tokenlake.memory.store import Gone, SegmentStore
+from tokenlake.memory.store import SegmentStore
 
 __all__ = [
     "Budgets",
     "Cursor",
     "EvictionPolicy",
-    "Gone",
     "Kind",
     "LeastRecentlyUsed",
     "PoolId",

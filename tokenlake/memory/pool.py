@@ -50,7 +50,9 @@ class SlotPool:
         self._uses = Rate(USE_HALF_LIFE_S)
         self.budgets = budgets
         self.regions: list[int] = []
-        self.slots = 0
+        self.slots = self.cached_slots = self.dirty_slots = 0
+        """Number of its slots, and how many of them the budgets allow for cached copies and for segments being
+        written."""
         self.free: list[tuple[int, int]] = []
         """Free slots as (region, slot); the last one is used next."""
         self.primary = policy()
@@ -104,6 +106,10 @@ class SlotPool:
 
     def _resize(self, more: int) -> None:
         self.slots += more
+        self.cached_slots, self.dirty_slots = (
+            _share(self.budgets.cached, self.slots),
+            _share(self.budgets.dirty, self.slots),
+        )
         self.primary.resize(self.slots)
 
     def drop_region(self, region: int) -> None:
@@ -116,9 +122,11 @@ class SlotPool:
         if region != self.draining:
             self.free.append((region, slot))
 
-    def budget(self, share: float, slots: int) -> int:
-        """Returns `share` of `slots` in whole slots, at least two."""
-        return max(2, math.ceil(share * slots))
+    def may_write(self, more: int) -> bool:
+        """Returns True if the budget of segments being written has room for another one. `more`: the slots that the
+        pool can still get, which count too."""
+        dirty = self.counts[Kind.DIRTY]
+        return dirty < self.dirty_slots or dirty < _share(self.budgets.dirty, self.slots + more)
 
     def victim(self, kind: Kind, now: float) -> Segment | None:
         """Returns the unpinned segment of `kind` to evict next, None if all are pinned. Pinned segments before it are
@@ -196,3 +204,8 @@ class SlotPool:
         assert all(self.children.values())
         assert all(s.pins > 0 for s in quarantined)
         assert all(s.pins >= 0 for s in segments)
+
+
+def _share(share: float, slots: int) -> int:
+    """Returns `share` of `slots` in whole slots, at least two."""
+    return max(2, math.ceil(share * slots))

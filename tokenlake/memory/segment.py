@@ -73,6 +73,7 @@ class Segment:
         "hints",
         "key",
         "kind",
+        "left_by",
         "missing_shards",
         "packed",
         "parent",
@@ -121,6 +122,9 @@ class Segment:
         self.source: NodeId | None = None
         """The node from which the cached copy came, or that a directory node named as the owner; None for a segment
         that this node owns."""
+        self.left_by = ""
+        """The rule by which it left memory (`removals`); empty before that, and where no reader should have found
+        it."""
         self.disk = -1
         """Number of the segment's entry in the disk tier, if it is on a device of this node or is being written to it;
         else -1."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import NamedTuple
 
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory.changes import ChangeLog
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
-from tokenlake.memory.eviction.odds import Odds
+from tokenlake.memory.models import Models
 from tokenlake.memory.pool import Budgets, SlotPool
 from tokenlake.memory.region import RegionShape, stride_of
 from tokenlake.memory.region_allocator import RegionAllocator
@@ -25,7 +24,6 @@ from tokenlake.memory.removals import (
     OPERATOR_RULE,
     POLICY_RULE,
     RECLAIMED_RULE,
-    Removal,
     RemovalLog,
 )
 from tokenlake.memory.segment import Kind, PoolId, Segment, State
@@ -60,8 +58,6 @@ MAX_VICTIM_SCAN = 64
 """Maximum number of segments to examine to find the age of the segment that would be evicted next."""
 MAX_PRESSED = 64
 """Maximum number of pools to remember in which no slot was free."""
-MAX_LEARNED_POOLS = 64
-"""Maximum number of pools without memory whose statistics of the eviction policy are kept."""
 MAX_CORRUPT = 1 << 12
 """Maximum number of segments with wrong bytes to remember until a sound copy comes."""
 RECLAIM_SLOTS = 1024
@@ -70,32 +66,9 @@ RECLAIM_EVICTIONS = 128
 """Maximum number of segments that one call evicts to take away a region."""
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}
-_GONE = State.GONE
-"""A constant for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
-
-
-class Gone(NamedTuple):
-    """A segment that left memory."""
-
-    segment: Segment
-    rule: str = ""
-    """Why, in the words of `removals`; empty for one that no reader should have found or that another node owns."""
-
-    @property
-    def for_room(self) -> bool:
-        """True if it was evicted for want of memory."""
-        return self.rule not in ("", CORRUPT_RULE, OPERATOR_RULE)
-
-    @property
-    def void(self) -> bool:
-        """True if no copy of it, on disk either, may be read any more."""
-        return self.rule in (CORRUPT_RULE, OPERATOR_RULE)
-
-    @property
-    def told(self) -> bool:
-        """True if a directory node may still name this node for it: each copy with wrong bytes, and the others that
-        this node owned."""
-        return self.rule == CORRUPT_RULE or (bool(self.rule) and self.segment.owns)
+_GONE, _READY = State.GONE, State.READY
+_DIRTY, _CACHED, _PRIMARY = Kind.DIRTY, Kind.CACHED, Kind.PRIMARY
+"""Constants for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
 
 
 class SegmentStore:
@@ -127,11 +100,13 @@ class SegmentStore:
         """Called with each segment that becomes READY."""
         self.spare: Callable[[TenantId, int], Segment | None] = lambda tenant, slot_bytes: None
         """Returns an unpinned primary copy, of this tenant and size, that is on disk too: memory evicts it first."""
+        self.models = Models()
+        """The models of re-use by which the policies order primary copies."""
         self.changes = ChangeLog()
         """The log of the segments that became READY, and of those that left."""
-        self._gone: list[Gone] = []
+        self._gone: list[Segment] = []
         self._opened: list[tuple[int, int, int]] = []
-        self._reissued: list[SlotRef] = []
+        self._reissued: list[bytes] = []
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
@@ -144,20 +119,16 @@ class SegmentStore:
         """Pools in which engines of this node wanted a slot and found none free."""
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
         """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
-        self._exchanging = 1
-        """Number of nodes that merge each other's statistics of the eviction policy."""
-        self._odds: dict[PoolId, Odds] = {}
-        """Models of re-use for pools that have no memory now, the newest last."""
 
-    def take_gone(self) -> list[Gone]:
-        """Returns the segments that left since the last call, those that were never READY and those that a node
-        discards without a reason only if they are on disk."""
+    def take_gone(self) -> list[Segment]:
+        """Returns the segments that left by some rule since the last call (`Segment.left_by`), and others that left if
+        they are on disk."""
         gone, self._gone = self._gone, []
         return gone
 
-    def take_slots(self) -> tuple[list[tuple[int, int, int]], list[SlotRef]]:
+    def take_slots(self) -> tuple[list[tuple[int, int, int]], list[bytes]]:
         """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot), and
-        slots with a new generation."""
+        slots with a new generation, each packed."""
         opened, self._opened = self._opened, []
         reissued, self._reissued = self._reissued, []
         return opened, reissued
@@ -193,8 +164,7 @@ class SegmentStore:
                 return None
             pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
             if pool.primary.odds is not None:
-                pool.primary.odds = self._odds.pop(at, pool.primary.odds)
-                pool.primary.odds.nodes = self._exchanging
+                pool.primary.odds = self.models.of(at)
             self._grow(pool)
         return pool
 
@@ -209,7 +179,8 @@ class SegmentStore:
     def capacity(self, pool: PoolId) -> int:
         """Returns the number of slots of a pool: those of its regions and of the regions that it can still get. Raises
         KeyError for a pool that never had a region."""
-        return self._capacity(self._pools[pool])
+        known = self._pools[pool]
+        return known.slots + self.room(known)
 
     def unusable(self) -> int:
         """Returns the bytes of memory that can hold no segment: of regions, and what is left beside them and takes no
@@ -276,16 +247,16 @@ class SegmentStore:
         if pool is None:
             self._press(PoolId(tenant, slot_bytes))
             return self.refusal(tenant, slot_bytes, Code.NO_REGION)
-        if kind is not Kind.PRIMARY:
+        if kind is not _PRIMARY:
             pool.use(1, now)
-        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(self._budgets.dirty, self._capacity(pool)):
+        if kind is _DIRTY and pool.counts[_DIRTY] >= pool.dirty_slots and not pool.may_write(self.room(pool)):
             return Code.WRITE_BUDGET
         if not pool.free:
             if self.regions.fits(tenant, slot_bytes) is not None:
                 self._grow(pool)
-            elif kind is not Kind.PRIMARY:
+            elif kind is not _PRIMARY:
                 self._press(pool.id)
-        if not pool.free and kind is Kind.DIRTY and self.regions.making and self.room(pool):
+        if not pool.free and kind is _DIRTY and self.regions.making and self.room(pool):
             # Memory is coming, so that no segment is evicted for want of it: the engine tries again.
             return Code.NO_REGION
         # Mostly one eviction is enough; the slot of a segment in a region that is being given away does not become
@@ -296,7 +267,7 @@ class SegmentStore:
                 return self.refusal(tenant, slot_bytes, Code.NO_SLOT)
             # The kind is PRIMARY for segments that another node hands over: they take the slot of a primary copy only
             # if the policy values them more. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
-            if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
+            if kind is victim.kind is _PRIMARY and not self._admits(pool, key, hints, now):
                 return Code.NOT_ADMITTED
             self._evict(victim, now)
         segment = Segment(pool.id, key, self._slots.next_generation(*pool.free.pop()), kind, depth, now)
@@ -309,7 +280,7 @@ class SegmentStore:
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
         self._slots.put(segment)
-        self._reissued.append(segment.place)
+        self._reissued.append(segment.packed)
         return segment
 
     def admits_primary(self, segment: Segment, now: float) -> bool:
@@ -336,11 +307,11 @@ class SegmentStore:
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
         """Make a RESERVED segment READY, with its checksums. The caller's pin stays."""
-        assert segment.state is State.RESERVED
-        segment.state = State.READY
+        assert segment.state is not _READY
+        segment.state = _READY
         self.arrivals += 1
         self.on_arrival(segment)
-        self.changes.stored(segment)
+        self.changes.add(segment, True)
         segment.checksums = checksums
         self._pools[segment.pool].enter(segment, now)
         if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
@@ -349,17 +320,21 @@ class SegmentStore:
 
     def discard(self, segment: Segment, now: float) -> None:
         """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin."""
-        self._take_out(segment, now, Gone(segment))
+        self._take_out(segment, now, "")
 
-    def _take_out(self, segment: Segment, now: float, gone: Gone) -> None:
+    def _take_out(self, segment: Segment, now: float, rule: str) -> None:
+        """Take the segment out of the index. `rule`: why, for the log of removals; empty for no reason that counts."""
         pool = self._pools[segment.pool]
-        evicted = gone.rule not in ("", CORRUPT_RULE)
-        if segment.state is State.READY:
-            pool.leave(segment, now, evicted)
-            self.changes.gone(segment)
-        if gone.rule or segment.disk >= 0:
-            self._gone.append(gone)
-        segment.state = State.GONE
+        if rule:
+            segment.left_by = rule
+            self._removals.add(segment.tenant, segment.key, now, rule, "", max(0.0, now - segment.touched))
+        if rule or segment.disk >= 0:
+            self._gone.append(segment)
+        if segment.state is _READY:
+            # The policy keeps a ghost of one that left for want of memory, and of one that an operator evicted.
+            pool.leave(segment, now, bool(rule) and rule is not CORRUPT_RULE)
+            self.changes.add(segment, False)
+        segment.state = _GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
         if segment.pins:
@@ -372,12 +347,11 @@ class SegmentStore:
     def drop(self, segment: Segment, now: float) -> None:
         """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins."""
         self.found_corrupt(segment.tenant, segment.key)
-        self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
-        self._take_out(segment, now, Gone(segment, CORRUPT_RULE))
+        self._take_out(segment, now, CORRUPT_RULE)
 
     def evict(self, segment: Segment, now: float) -> None:
         """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
-        self._remove(segment, now, OPERATOR_RULE)
+        self._take_out(segment, now, OPERATOR_RULE)
 
     def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
         """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
@@ -391,12 +365,12 @@ class SegmentStore:
         if segment.kind is kind:
             return
         pool = self._pools[segment.pool]
-        if segment.state is State.READY:
+        if segment.state is _READY:
             pool.leave(segment, now)
         pool.counts[segment.kind] -= 1
         segment.kind = kind
         pool.counts[kind] += 1
-        if segment.state is State.READY:
+        if segment.state is _READY:
             pool.enter(segment, now)
 
     def own(self, segment: Segment) -> None:
@@ -480,52 +454,10 @@ class SegmentStore:
         known = [access for pool in pools if (access := pool.primary.last_access(keys, now)) is not None]
         return max(known, default=None, key=operator.itemgetter(0))
 
-    def learned(self) -> dict[PoolId, bytes]:
-        """Returns the statistics that the eviction policies of primary copies have learned, by pool, also of pools that
-        have no memory now."""
-        return {at: odds.save() for at, odds in (*self._odds.items(), *self._live_odds())}
-
-    def odds(self, tenant: TenantId, slot_bytes: int) -> Odds:
-        """Returns the model of re-use of the primary copies of this tenant and size. Without memory for them it is the
-        model that they will begin with, or a new one where the policy has none."""
-        at = PoolId(tenant, slot_bytes)
-        if at in self._pools and (known := self._pools[at].primary.odds) is not None:
-            return known
-        return self._odds.get(at) or self._keep_odds(at, Odds())
-
-    def _keep_odds(self, at: PoolId, odds: Odds) -> Odds:
-        self._odds.pop(at, None)
-        self._odds[at] = odds
-        while len(self._odds) > MAX_LEARNED_POOLS:
-            del self._odds[next(iter(self._odds))]
-        return odds
-
     def accesses(self, segment: Segment) -> int:
         """Returns the counted accesses of a segment of this node, also of one that was just evicted; at least 1."""
         pool = self._pools.get(segment.pool)
         return 1 if pool is None else pool.primary.accesses(segment)
-
-    def exchange_among(self, nodes: int) -> None:
-        """Tell the eviction policies how many nodes, this one included, merge each other's statistics. A policy that
-        learns may adapt its rate to this number, because each node sees only a part of the requests."""
-        self._exchanging = nodes
-        for _, odds in self._live_odds():
-            odds.nodes = nodes
-
-    def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Merge the statistics of another node's store into the pools that are here as well. Raises ValueError for data
-        that an equal policy did not save."""
-        for at, odds in self._live_odds():
-            if at in learned:
-                odds.merge(learned[at])
-
-    def _live_odds(self) -> Iterator[tuple[PoolId, Odds]]:
-        return ((at, odds) for at, pool in self._pools.items() if (odds := pool.primary.odds) is not None)
-
-    def restore_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Let pools that are made later begin with these statistics, which `learned` returned for an equal policy."""
-        for at, data in learned.items():
-            self._keep_odds(at, Odds()).restore(data)
 
     # -- regions
 
@@ -593,8 +525,6 @@ class SegmentStore:
         self.regions.give_up(pool.tenant, drained)
         if not pool.regions:
             del self._pools[pool.id]
-            if pool.primary.odds is not None:
-                self._keep_odds(pool.id, pool.primary.odds)
         return drained, 0
 
     def stop_draining(self, pool: SlotPool) -> None:
@@ -611,9 +541,6 @@ class SegmentStore:
             self._grow(pool)
 
     # -- inside
-
-    def _capacity(self, pool: SlotPool) -> int:
-        return pool.slots + self.room(pool)
 
     def room(self, pool: SlotPool) -> int:
         """Returns the number of slots that a pool can still get of the memory that no tenant has."""
@@ -639,7 +566,7 @@ class SegmentStore:
         admitted = pool.primary.admits(key, hints, now)
         if not admitted:
             self._counters.add(NOT_ADMITTED)
-            self._removals.add(pool.tenant, key, Removal(now, NOT_ADMITTED_RULE))
+            self._removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
@@ -649,11 +576,11 @@ class SegmentStore:
         other nodes hand over would evict those that the engines of this node read, and each read would transfer them
         again.
         """
-        room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
-        keep_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
+        room = pool.cached_slots - pool.counts[_CACHED]
+        keep_cached = room > 0 if kind is _CACHED else room >= 0 and kind is _PRIMARY
         expired = pool.primary.expired(now)
-        for victims in (Kind.PRIMARY, Kind.CACHED) if keep_cached or expired else (Kind.CACHED, Kind.PRIMARY):
-            on_disk = self.spare(*pool.id) if victims is Kind.PRIMARY and not expired else None
+        for victims in (_PRIMARY, _CACHED) if keep_cached or expired else (_CACHED, _PRIMARY):
+            on_disk = self.spare(*pool.id) if victims is _PRIMARY and not expired else None
             victim = on_disk or pool.victim(victims, now)
             if victim is not None:
                 return victim
@@ -667,14 +594,9 @@ class SegmentStore:
             in_use = any(child.pins for child in children)
             why = "reclaimed" if rule == RECLAIMED_RULE else "in_use" if in_use else segment.kind.name.lower()
             self._counters.add_for(ORPHANED, len(children), why)
-        if not rule and segment.kind is Kind.PRIMARY:
+        if not rule and segment.kind is _PRIMARY:
             rule = self._pools[segment.pool].primary.rule(segment) or POLICY_RULE
-        self._remove(segment, now, rule or CACHED_RULE)
-
-    def _remove(self, segment: Segment, now: float, rule: str) -> None:
-        """Take a segment out of the index, and log why."""
-        self._removals.add(segment.tenant, segment.key, Removal(now, rule, unused_s=max(0.0, now - segment.touched)))
-        self._take_out(segment, now, Gone(segment, rule))
+        self._take_out(segment, now, rule or CACHED_RULE)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
@@ -695,7 +617,7 @@ class SegmentStore:
 
 def _in_use(segment: Segment) -> bool:
     """Returns True if the segment is pinned or being written, so that its region cannot be given away."""
-    return segment.pins > 0 or segment.kind is Kind.DIRTY
+    return segment.pins > 0 or segment.kind is _DIRTY
 
 
 def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:

@@ -65,7 +65,7 @@ class NodeStores:
         slots = slots_per_node(accesses, nodes, capacity_tokens)
         self._stores = [_store(slots, policy) for _ in range(nodes)]
         for store in self._stores:
-            store.exchange_among(nodes)
+            store.models.exchange_among(nodes)
         self._segment_tokens = accesses.segment_tokens
         self._parents = _parents(accesses)
         self._keys = [_key(segment) for segment in range(len(self._parents))]
@@ -188,7 +188,7 @@ class NodeStores:
         self._rounds += 1
         for number, store in enumerate(self._stores):
             other = (number + 1 + self._rounds % (len(self._stores) - 1)) % len(self._stores)
-            self._stores[other].merge_learned(store.learned())
+            self._stores[other].models.merge(store.models.save())
 
     def held(self) -> int:
         """Number of segments that have a primary copy at some node."""
@@ -242,8 +242,8 @@ class NodeStores:
         parent = self._keys[before] if before >= 0 else None
         made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[segment], kind, depth, now, hints, parent)
         for gone in store.take_gone():
-            if gone.segment.kind is Kind.PRIMARY:
-                self._held[self._ids[gone.segment.key]] = None
+            if gone.kind is Kind.PRIMARY:
+                self._held[self._ids[gone.key]] = None
         return made if isinstance(made, Segment) else None
 
 

@@ -14,10 +14,9 @@ from tokenlake.core.context import Context, CoreConfig
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, PoolId, Segment, SegmentStore
-from tokenlake.memory import store as store_module
+from tokenlake.memory import Kind, PoolId, Segment
 from tokenlake.memory.eviction.odds import Odds
-from tokenlake.metrics import Counters
+from tokenlake.memory.models import Models
 from tokenlake.wire import peer
 
 RED = TenantId("red")
@@ -84,12 +83,11 @@ def test_too_many_bytes_are_refused() -> None:
         core_of().handle(events.StatisticsLoaded(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
 
 
-def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
-    store = SegmentStore(0, 4096, Budgets(), Counters())
-    learned = Odds().save()
-    store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
-    assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
+def test_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenlake.memory.models.MAX_MODELS", 3)
+    models = Models()
+    models.restore({PoolId(TenantId(f"t{number}"), SLOT_BYTES): Odds().save() for number in range(10)})
+    assert [tenant for tenant, _ in models.save()] == ["t7", "t8", "t9"]
 
 
 def test_nodes_exchange_their_statistics() -> None:
@@ -132,7 +130,7 @@ def test_every_peer_is_sent_every_pool() -> None:
     context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 8 * SLOT_BYTES))
     peers = Peers(context, *4 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
-    context.store.restore_learned({PoolId(tenant, SLOT_BYTES): Odds().save() for tenant in tenants})
+    context.store.models.restore({PoolId(tenant, SLOT_BYTES): Odds().save() for tenant in tenants})
     sent: dict[str, set[str]] = {"b": set(), "c": set()}
     for node in sent:
         peers.came_up(NodeId(node), Incarnation(1))

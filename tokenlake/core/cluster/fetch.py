@@ -43,7 +43,7 @@ from tokenlake.disk.slab import Slab
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, State
-from tokenlake.memory.removals import DISK_DAMAGED_RULE, DISK_GONE_RULE, Removal
+from tokenlake.memory.removals import DISK_DAMAGED_RULE, DISK_GONE_RULE
 from tokenlake.metrics import Metric
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
@@ -411,7 +411,7 @@ class Transfers:
         self._read_seconds.add(self._context.now - read.asked_at)
         for (slab, slot), segment, code in zip(read.places, read.segments, codes, strict=True):
             if code == Code.LOST and slab.void:
-                self._context.removals.add(read.tenant, segment.key, Removal(self._context.now, DISK_GONE_RULE))
+                self._context.removals.add(read.tenant, segment.key, self._context.now, DISK_GONE_RULE)
             elif code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
                 counters.add(DAMAGED)
                 disk.forget_place(slab, slot, DISK_DAMAGED_RULE)

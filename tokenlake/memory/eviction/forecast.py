@@ -58,6 +58,8 @@ class Forecast(EvictionPolicy):
         self.odds: Odds = Odds()
         self._order: SortedDict[tuple[Tier, float, float, int], Cohort] = SortedDict()
         """The cohorts with segments by `Cohort.place`, the one to evict from next first."""
+        self._first: Cohort | None = None
+        """The first of them, once it was looked for."""
         self._turns: SortedDict[tuple[float, int], Cohort] = SortedDict()
         """By time in seconds and number: the cohorts in order that get another tier then, because their time to live or
         their high priority ends."""
@@ -229,7 +231,9 @@ class Forecast(EvictionPolicy):
 
     def _next(self) -> Cohort:
         """Returns the cohort to evict from next; there must be one."""
-        return self._order.peekitem(0)[1]
+        if self._first is None:
+            self._first = self._order.peekitem(0)[1]
+        return self._first
 
     def _count_access(self, record: Record, now: float) -> None:
         """Count an access of the segment of `record`. If the record is in a cohort, the access is a re-use, and the
@@ -306,6 +310,7 @@ class Forecast(EvictionPolicy):
 
     def _put(self, cohort: Cohort) -> None:
         """Put a cohort in order, by its tier and its retention value of now."""
+        self._first = None
         ends = cohort.place_at(self._now)
         self._order[cohort.place] = cohort
         if ends < math.inf:
@@ -317,6 +322,7 @@ class Forecast(EvictionPolicy):
 
     def _take(self, cohort: Cohort) -> None:
         """Take a cohort out of the order."""
+        self._first = None
         del self._order[cohort.place]
         if cohort.turn is not None:
             del self._turns[cohort.turn]
