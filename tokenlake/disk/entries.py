@@ -105,8 +105,11 @@ class Entries:
         return self._index.note(entry)
 
     def last_access(self, entry: int, now: float) -> tuple[AccessRecord, float]:
-        """Returns (access record of the request that accessed the segment of an entry last, seconds since then)."""
-        return self.note(entry).hints.access, max(0.0, now - self._index.accessed[entry])
+        """Returns (access record of the request that accessed the segment of an entry last, seconds since then). An
+        entry in use is accessed now."""
+        alone = self._index.states[entry] == EntryState.ALONE
+        in_use = not alone or self._is_busy(self.slab(entry), self._index.slots[entry])
+        return self.note(entry).hints.access, 0.0 if in_use else max(0.0, now - self._index.accessed[entry])
 
     def walk(self, start: int, entries: int) -> tuple[list[int], int | None]:
         """Examines the `entries` numbers of entries from `start` on. Returns those of segments on devices, and the
@@ -245,9 +248,10 @@ class Entries:
             self._holds.move_to_end(entry)
 
     def expire(self, now: float) -> None:
-        """End the holds whose time has passed."""
+        """End the holds whose time has passed: until then the segments count as accessed."""
         while self._holds and next(iter(self._holds.values())) <= now:
-            self._holds.popitem(last=False)
+            entry, _ = self._holds.popitem(last=False)
+            self._index.accessed[entry] = now
 
     def touch(self, entry: int, hints: Hints | None, now: float) -> None:
         """Count an access of a segment that is on disk only."""
