@@ -24,7 +24,8 @@ from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Budgets, Kind, Segment, SegmentStore, State
 from tokenlake.memory.eviction import Forecast, LeastRecentlyUsed
-from tokenlake.memory.store import EVICTED, MAX_VICTIM_SCAN, NOT_ADMITTED, QUARANTINED
+from tokenlake.memory.store import EVICTED, NOT_ADMITTED, QUARANTINED
+from tokenlake.memory.vacancy import MAX_VICTIM_SCAN
 from tokenlake.metrics import Counters
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef

@@ -6,7 +6,6 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import islice
 from types import MappingProxyType
 
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
@@ -28,10 +27,10 @@ from tokenlake.memory.removals import (
 )
 from tokenlake.memory.segment import Kind, PoolId, Segment, State
 from tokenlake.memory.slot_table import Cursor, SlotTable
-from tokenlake.memory.vacancy import MAX_RETENTION_VALUE, Vacancy
+from tokenlake.memory.vacancy import Vacancy, vacancy_of
 from tokenlake.metrics import Counters, Metric
 from tokenlake.wire.codes import Code
-from tokenlake.wire.fields import CHECKSUM_BYTES, MAX_SECONDS
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import SlotRef
 
 NOT_ADMITTED = Metric(
@@ -54,8 +53,6 @@ HEALED = Metric(
     "Segments of which a copy with wrong bytes was found here, and a sound copy came later",
 )
 
-MAX_VICTIM_SCAN = 64
-"""Maximum number of segments to examine to find the age of the segment that would be evicted next."""
 MAX_PRESSED = 64
 """Maximum number of pools to remember in which no slot was free."""
 MAX_CORRUPT = 1 << 12
@@ -86,12 +83,11 @@ class SegmentStore:
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         quotas: Mapping[str, float] = MappingProxyType({}),
-        removals: RemovalLog | None = None,
         *,
         made: bool = True,
     ) -> None:
         """`regions`, `region_bytes`, `quotas`, `made`: as of `RegionAllocator`. `policy`: makes the policy of eviction
-        of each pool. `removals`: where the store writes why segments left."""
+        of each pool."""
         self.regions = RegionAllocator(regions, region_bytes, quotas, made=made)
         """The memory of each tenant. Of other modules only `core.regions` changes it."""
         self.arrivals = 0
@@ -104,13 +100,14 @@ class SegmentStore:
         """The models of re-use by which the policies order primary copies."""
         self.changes = ChangeLog()
         """The log of the segments that became READY, and of those that left."""
+        self.removals = RemovalLog()
+        """Why segments left this node, or others that told it."""
         self._gone: list[Segment] = []
         self._opened: list[tuple[int, int, int]] = []
         self._reissued: list[bytes] = []
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
-        self._removals = RemovalLog() if removals is None else removals
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[PoolId, SlotPool] = {}
         self._slots = SlotTable()
@@ -194,25 +191,8 @@ class SegmentStore:
         return wasted + (left if self._pools and left < least and not self.regions.making else 0)
 
     def vacancy(self, now: float) -> Vacancy:
-        """Returns how much room this node has: the share of its memory that is free and, over the primary copies that
-        its pools would evict next, the greatest time since the last access and the least retention value."""
-        total = self.regions.total
-        free = self.regions.free
-        age, retention_value = 0.0, MAX_RETENTION_VALUE
-        for pool in self._pools.values():
-            free += len(pool.free) * pool.slot_bytes
-            if not len(order := pool.primary):
-                continue
-            # The vacancy is computed for each answer to another node, so that it must not change the order of eviction:
-            # pinned segments are skipped and stay in the order. If the first `MAX_VICTIM_SCAN` segments are all pinned,
-            # the pool counts as one without a segment to evict.
-            victim: Segment | None = order.victim(now)
-            if victim is not None and victim.pins:
-                victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)
-            if victim is not None:
-                age = max(age, now - victim.touched)
-                retention_value = min(retention_value, order.retention_value(victim, now))
-        return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
+        """Returns how much room this node has; see `vacancy_of`."""
+        return vacancy_of(self.regions, self._pools.values(), now)
 
     def retention_value(self, segment: Segment, now: float) -> float:
         """Returns the value of keeping a READY primary copy; infinite for one that is in use."""
@@ -327,7 +307,7 @@ class SegmentStore:
         pool = self._pools[segment.pool]
         if rule:
             segment.left_by = rule
-            self._removals.add(segment.tenant, segment.key, now, rule, "", max(0.0, now - segment.touched))
+            self.removals.add(segment.tenant, segment.key, now, rule, "", max(0.0, now - segment.touched))
         if rule or segment.disk >= 0:
             self._gone.append(segment)
         if segment.state is _READY:
@@ -566,7 +546,7 @@ class SegmentStore:
         admitted = pool.primary.admits(key, hints, now)
         if not admitted:
             self._counters.add(NOT_ADMITTED)
-            self._removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
+            self.removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:

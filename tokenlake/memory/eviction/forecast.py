@@ -60,7 +60,7 @@ class Forecast(EvictionPolicy):
         """The cohorts with segments by `Cohort.place`, the one to evict from next first."""
         self._first: Cohort | None = None
         """The first of them, once it was looked for."""
-        self._turns: SortedDict[tuple[float, int], Cohort] = SortedDict()
+        self._changes: SortedDict[tuple[float, int], Cohort] = SortedDict()
         """By time in seconds and number: the cohorts in order that get another tier then, because their time to live or
         their high priority ends."""
         self._high: SortedDict[int, Cohort] = SortedDict()
@@ -241,7 +241,8 @@ class Forecast(EvictionPolicy):
         cohort = record.cohort
         if cohort is not None:
             cohort.used += 1
-            self._leave_cohort(record)
+            cohort.unused -= 1
+            record.cohort = None
             if not cohort.unused and cohort.age < AGES - 1:
                 self.odds.add(cohort.features, cohort.age, 1.0, cohort.members)
         record.accesses += 1
@@ -284,11 +285,12 @@ class Forecast(EvictionPolicy):
         cohort = record.cohort
         if not again or cohort is None:
             if cohort is not None:
-                self._leave_cohort(record)
+                cohort.unused -= 1
             cohort = self._join_cohort(record, segment.hints)
         if not cohort.here:
             self._put(cohort)
-        cohort.enter(segment, record)
+        cohort.here[segment] = record
+        cohort.order = None
         self._size += 1
         if cohort.priority > 0 and cohort.tier is Tier.HIGH:
             self._high_size += 1
@@ -297,7 +299,8 @@ class Forecast(EvictionPolicy):
 
     def _leave(self, segment: Segment) -> Record:
         """Take the segment out of the order. Returns its record, which stays in its cohort."""
-        record = self._record(segment)
+        record = segment.policy_state
+        assert isinstance(record, Record)
         cohort = record.cohort
         assert cohort is not None
         if cohort.priority > 0 and cohort.tier is Tier.HIGH:
@@ -314,8 +317,8 @@ class Forecast(EvictionPolicy):
         ends = cohort.place_at(self._now)
         self._order[cohort.place] = cohort
         if ends < math.inf:
-            cohort.turn = ends, cohort.number
-            self._turns[cohort.turn] = cohort
+            cohort.changes = ends, cohort.number
+            self._changes[cohort.changes] = cohort
         if cohort.tier is Tier.HIGH:
             self._high[cohort.number] = cohort
             self._high_size += len(cohort.here)
@@ -324,9 +327,9 @@ class Forecast(EvictionPolicy):
         """Take a cohort out of the order."""
         self._first = None
         del self._order[cohort.place]
-        if cohort.turn is not None:
-            del self._turns[cohort.turn]
-            cohort.turn = None
+        if cohort.changes is not None:
+            del self._changes[cohort.changes]
+            cohort.changes = None
         if cohort.tier is Tier.HIGH:
             del self._high[cohort.number]
             self._high_size -= len(cohort.here)
@@ -387,8 +390,8 @@ class Forecast(EvictionPolicy):
             self._newest_since = now
         if now >= self._next_aging:
             self._age(now)
-        while self._turns and self._turns.peekitem(0)[0][0] <= now:
-            cohort = self._turns.peekitem(0)[1]
+        while self._changes and self._changes.peekitem(0)[0][0] <= now:
+            cohort = self._changes.peekitem(0)[1]
             self._take(cohort)
             self._put(cohort)
 
@@ -426,7 +429,7 @@ class Forecast(EvictionPolicy):
         for cohort in cohorts:
             assert 0 < len(cohort.here) <= cohort.unused
             assert all(record.cohort is cohort for record in cohort.here.values())
-        assert list(self._turns) == sorted(cohort.turn for cohort in cohorts if cohort.turn is not None)
+        assert list(self._changes) == sorted(cohort.changes for cohort in cohorts if cohort.changes is not None)
         high = [cohort for cohort in cohorts if cohort.tier is Tier.HIGH]
         assert set(self._high.values()) == set(high)
         assert self._high_size == sum(len(cohort.here) for cohort in high) <= self._high_most

@@ -47,18 +47,18 @@ class Cohort:
     """The segments with equal features (inputs of the model of re-use) that one request accessed. They age together."""
 
     __slots__ = (
-        "_order",
         "age",
         "at",
+        "changes",
         "expires",
         "features",
         "here",
         "number",
+        "order",
         "place",
         "priority",
         "retention_value",
         "tier",
-        "turn",
         "unused",
         "used",
     )
@@ -88,7 +88,7 @@ class Cohort:
         self.place: tuple[Tier, float, float, int] = (self.tier, 0.0, at, number)
         """Its place in the order of eviction; it has one while it has segments here. Of cohorts with equal value the
         older one is evicted first, and of one request's cohorts the one made first, which has the deeper segments."""
-        self.turn: tuple[float, int] | None = None
+        self.changes: tuple[float, int] | None = None
         """When it gets another tier, while it is in order; None if it gets none."""
         self.age = 0
         """Age of the cohort: index of the bucket of `EDGES` into which the time since the access falls."""
@@ -97,7 +97,7 @@ class Cohort:
         self.used = 0
         """Number of segments of the cohort that were accessed again within the present bucket of age."""
         self.here: dict[Segment, Record] = {}
-        self._order: list[Segment] | None = None
+        self.order: list[Segment] | None = None
         """The cohort's stored segments, the deepest last, and some that have left since; None when it has to be sorted
         again because a segment was added."""
 
@@ -126,11 +126,6 @@ class Cohort:
         self.place = self.tier, value, self.at, self.number
         return ends
 
-    def enter(self, segment: Segment, record: Record) -> None:
-        """Add a stored segment with its record to the cohort."""
-        self.here[segment] = record
-        self._order = None
-
     def deepest_first(self) -> list[Segment]:
         """Returns the stored segments of the cohort (segments that one request accessed), in descending order of depth,
         which is the position in the prompt."""
@@ -140,13 +135,13 @@ class Cohort:
         """Returns the stored segment of the cohort that is deepest in the prompt; the cohort must have a stored
         segment. The segments have to be sorted for it, because they are not added by depth: segments behind a gap of
         the prompt are touched before those that fill the gap are stored."""
-        if self._order is None:
+        if self.order is None:
             # Of segments with equal depth the one that was added first is evicted first.
-            self._order = self.deepest_first()
-            self._order.reverse()
-        while self._order[-1] not in self.here:
-            self._order.pop()
-        return self._order[-1]
+            self.order = self.deepest_first()
+            self.order.reverse()
+        while self.order[-1] not in self.here:
+            self.order.pop()
+        return self.order[-1]
 
 
 class Record(PolicyState):
