@@ -22,8 +22,8 @@ HIGH, LOW = Hints(priority=1), Hints(priority=-1)
 class Scene:
     """A store of one region, and primary copies by number."""
 
-    def __init__(self) -> None:
-        self.store = SegmentStore(1, SLOTS * SLOT_BYTES, Budgets(), Counters(), Forecast)
+    def __init__(self, slots: int = SLOTS) -> None:
+        self.store = SegmentStore(1, slots * SLOT_BYTES, Budgets(), Counters(), Forecast)
         self.segments: dict[int, Segment] = {}
 
     def add(self, number: int, now: float, hints: Hints = NO_HINTS, kind: Kind = Kind.PRIMARY) -> Segment:
