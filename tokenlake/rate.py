@@ -18,7 +18,7 @@ class Rate:
 
     def add(self, amount: float, now: float) -> None:
         """Add `amount`, which came at the time `now` in seconds; the time never decreases."""
-        self._sum = self._decayed(now) + amount
+        self._sum = (self._sum if now == self._at else self._decayed(now)) + amount
         self._at = max(self._at, now)
 
     def set(self, per_second: float, until: float) -> None:

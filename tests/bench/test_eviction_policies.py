@@ -8,7 +8,6 @@ import pytest
 from hypothesis import settings
 
 from tests.rules import test_eviction as contract
-from tests.rules import test_retention as retention
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tests.rules.test_store_machine import SEARCH, StoreMachine
 from tokenlake.memory.eviction import EvictionPolicy
@@ -22,12 +21,6 @@ CONTRACT: tuple[Callable[[Make], None], ...] = (
     contract.test_asking_for_the_victim_changes_nothing,
     contract.test_the_same_calls_lead_to_the_same_evictions,
     contract.test_a_hot_segment_outlives_a_scan,
-    contract.test_a_policy_without_statistics_saves_nothing,
-    contract.test_other_data_is_not_merged,
-    retention.test_high_priority_leaves_last_and_low_first,
-    retention.test_expired_segments_leave_first_and_an_access_renews,
-    retention.test_a_time_to_live_goes_on_when_high_priority_ends,
-    retention.test_any_mixture_keeps_integrity,
 )
 """The tests that every policy of the daemons passes."""
 

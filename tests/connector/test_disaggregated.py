@@ -13,6 +13,7 @@ from tests.connector.side import SEGMENT, TOKEN_S, Bench, blocks_of, load, prefi
 from tests.rules.test_retention import Scene
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
+from tokenlake.memory import Kind
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.vllm.disaggregated import (
     EXPECTED_S,
@@ -446,12 +447,15 @@ def test_an_unread_tail_stays_and_a_read_one_leaves_first() -> None:
         scene.add(number, float(number), UNREAD if number in (0, 1) else NO_HINTS)
     scene.store.hint([scene.segments[1]], READ, 10.0)
     # A full memory: the tail that was read leaves first; the other one outlives segments that were stored later.
-    for number in range(8, 12):
-        scene.add(number, float(number + 10))
-    assert scene.gone() == [1, 2, 3, 4]
-    # After its time to live it leaves before segments that were stored earlier.
-    scene.add(12, 1.0 + UNREAD.ttl_s)
-    assert scene.gone() == [0, 1, 2, 3, 4]
+    scene.add(8, 18.0, kind=Kind.DIRTY)
+    assert scene.gone() == [1]
+    for number in (9, 10):
+        scene.add(number, float(number + 10), kind=Kind.DIRTY)
+    gone = scene.gone()
+    assert 0 not in gone
+    # After its time to live it leaves before all others.
+    scene.add(11, 1.0 + UNREAD.ttl_s, kind=Kind.DIRTY)
+    assert scene.gone() == [0, *gone]
 
 
 # -- a request that moves

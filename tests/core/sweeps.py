@@ -71,13 +71,13 @@ def fill(node: Longest, count: int, kind: Kind, tenant: TenantId = RED) -> list[
     """`count` READY segments of `kind`, those that are cached from B."""
     store, keys = node.core.store, keys_of(count)
     for index, key in enumerate(keys):
-        segment = store.reserve(tenant, SLOT_BYTES, key, kind, index % PER_PROMPT, node.now)
+        source = B if kind is Kind.CACHED else None
+        segment = store.reserve(tenant, SLOT_BYTES, key, kind, index % PER_PROMPT, node.now, source=source)
         assert isinstance(segment, Segment), segment
         store.publish(segment, bytes(64), node.now)
         store.unpin(segment)
-        segment.source = B if kind is Kind.CACHED else None
-    store.reissued.clear()
-    store.evicted.clear()
+    store.take_slots()
+    store.take_gone()
     return keys
 
 

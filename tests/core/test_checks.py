@@ -222,7 +222,9 @@ def test_a_store_at_the_greatest_depth(first: int) -> None:
         events.PeerSent("n1", peer.Touched("red", key, Hints(Outlook.OVER))),
     ):
         sent += core.handle(event, cluster.clock.now)
-    core._context.store.evicted.append(core.store.get(TenantId("red"), key))  # type: ignore[arg-type]
+    written = core.store.get(TenantId("red"), key)
+    assert written is not None
+    core._context.store.evict(written, cluster.clock.now)
     sent += core.handle(events.SendDone(4711), cluster.clock.now)
     messages = [each.message for each in sent if isinstance(each, SendToPeer)]
     assert {type(message) for message in messages} >= {peer.LookupReply, peer.Evicted}

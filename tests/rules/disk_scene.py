@@ -38,7 +38,7 @@ def tier_of(
 ) -> DiskTier:
     """A tier with one device, with room for so many segments in so many slabs."""
     odds = Odds()
-    tier = DiskTier(lambda tenant, slot_bytes: odds, writes_per_day, quotas or {})
+    tier = DiskTier(lambda pool: odds, writes_per_day, quotas or {})
     tier.ready(0, slab_bytes(SLOT, places) + (slabs - 1) * SLAB_BYTES, 1e9, 1e9, 0.0)
     tier.recovered(0)
     return tier
@@ -52,5 +52,10 @@ def written(tier: DiskTier, segment: Segment, now: float = 0.0, *, leaves: bool 
     place = tier.place(entry)
     if leaves:
         segment.state = State.GONE
-        assert tier.left(segment, 1, now, keep=True)
+        assert tier.left(segment, 1, keep=True)
     return place
+
+
+def evictions(tier: DiskTier) -> int:
+    """How many segments left the tier for want of space since the last call."""
+    return sum(each.evicted for each in tier.take_void())

@@ -9,6 +9,7 @@ from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
 from tokenlake.memory.eviction import EvictionPolicy
+from tokenlake.memory.eviction.odds import Odds
 from tokenlake.metrics import Counters
 from tokenlake.wire.slots import SlotRef
 
@@ -41,6 +42,12 @@ class Memory:
         assert pool is not None
         self._pool = pool.id
         self._place = SlotRef(0, 0, 1)
+
+    @property
+    def odds(self) -> Odds:
+        """The model that the policy learns."""
+        assert self.policy.odds is not None
+        return self.policy.odds
 
     def request(self, prompt: Sequence[object], now: float, hints: Hints = NO_HINTS) -> int:
         """Read the prefix of a prompt of named segments that is here, and store the rest; the hits."""

@@ -17,8 +17,8 @@ def segment(number: int) -> Segment:
 def test_changes_are_read_in_order_behind_a_sequence_number() -> None:
     log = ChangeLog(8)
     assert log.after(0, 10) == []
-    log.stored(segment(1))
-    log.gone(segment(1))
+    log.add(segment(1), True)
+    log.add(segment(1), False)
     log.ring(RingRecord.of({"a": 1}))
     found = log.after(0, 10)
     assert found is not None
@@ -34,7 +34,7 @@ def test_changes_are_read_in_order_behind_a_sequence_number() -> None:
 def test_a_cursor_that_the_log_does_not_reach_is_refused() -> None:
     log = ChangeLog(4)
     for number in range(1, 11):
-        log.stored(segment(number))
+        log.add(segment(number), True)
     assert log.newest == 10
     assert log.after(5, 10) is None
     assert [each.depth for each in log.after(6, 10) or []] == [7, 8, 9, 10]

@@ -13,7 +13,8 @@ from tests.rules.disk_scene import SLOT, TENANT, key_of, segment_of, tier_of
 from tokenlake.disk import NO_ENTRY, Place
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.index import Index
-from tokenlake.disk.tier import DiskTier, Slab
+from tokenlake.disk.slab import Slab
+from tokenlake.disk.tier import DiskTier
 from tokenlake.memory import Segment, State
 
 PLACES = 3
@@ -42,8 +43,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def _gone(self) -> None:
         """The tier has said which segments are void."""
-        forgotten, self.tier.forgotten = self.tier.forgotten, []
-        for slab, key, place, _, erase in forgotten:
+        for slab, key, place, _, erase, _ in self.tier.take_void():
             if erase:
                 self.erasing.append((slab, place.slot))
             number = next(number for number in range(SEGMENTS) if key_of(number) == key)
@@ -118,7 +118,7 @@ class DiskMachine(RuleBasedStateMachine):
             self.held.pop(number, None)
         erase = erase and not keep
         writing = number in self.writing
-        assert self.tier.left(segment, 2, self.now, keep=keep, erase=erase) == (keep and not writing)
+        assert self.tier.left(segment, 2, keep=keep, erase=erase) == (keep and not writing)
         assert not (erase and writing) or self.tier.erases_when_written(self.writing[number][0])
         self._gone()
 
@@ -215,10 +215,10 @@ def place_given_away_during_erasure(patch: pytest.MonkeyPatch) -> None:
     """A place gets another segment before the bytes of the earlier one are erased."""
     original = DiskTier.forget
 
-    def forget(self: DiskTier, entry: int, *, erase: bool = False) -> None:
+    def forget(self: DiskTier, entry: int, *, erase: bool = False, evicted: bool = False) -> None:
         original(self, entry)
-        if erase and self.forgotten:
-            self.forgotten[-1] = self.forgotten[-1]._replace(erase=True)
+        if erase and self._forgotten:
+            self._forgotten[-1] = self._forgotten[-1]._replace(erase=True)
 
     patch.setattr(DiskTier, "forget", forget)
     patch.setattr(DiskTier, "end_read", lambda self, slab, slot, now: None)
@@ -240,7 +240,7 @@ def hole_in_the_index(patch: pytest.MonkeyPatch) -> None:
         while self._table[at] != entry + 1:
             at = (at + 1) & self._mask
         self._table[at] = 0
-        self.slabs[entry] = 0xFFFF
+        self.states[entry] = 0
         self._unused.append(entry)
         self._count -= 1
 
@@ -264,9 +264,9 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
     """An evicted segment is not reported as void."""
     original = DiskTier.forget
 
-    def forget(self: DiskTier, entry: int, *, erase: bool = False) -> None:
-        original(self, entry, erase=erase)
-        self.forgotten.clear()
+    def forget(self: DiskTier, entry: int, *, erase: bool = False, evicted: bool = False) -> None:
+        original(self, entry, erase=erase, evicted=evicted)
+        self.take_void()
 
     patch.setattr(DiskTier, "forget", forget)
 

@@ -6,13 +6,14 @@ import gc
 import sys
 import tracemalloc
 
-from tests.rules.disk_scene import SLOT, TENANT, key_of, segment_of, tier_of, written
+from tests.rules.disk_scene import SLOT, TENANT, evictions, key_of, segment_of, tier_of, written
 from tokenlake.disk import NO_ENTRY, Place, pack_places, slab_bytes, stride, unpack_places
 from tokenlake.disk.admission import MAX_CREDIT, Admission, DailyBudget, Refusal
 from tokenlake.disk.notes import Note, Notes
 from tokenlake.disk.places import footprint
 from tokenlake.disk.reads import READS, ReadQueue
-from tokenlake.disk.tier import MAX_TENANT_SLABS, DiskTier
+from tokenlake.disk.space import MAX_TENANT_SLABS
+from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
 from tokenlake.memory import Kind, State
@@ -48,7 +49,7 @@ def test_when_a_segment_is_found() -> None:
     tier.forget(entry)
     assert tier.find(TENANT, segment.key) == NO_ENTRY
     assert segment.disk == NO_ENTRY
-    assert [(each.key, each.place) for each in tier.forgotten] == [(segment.key, Place(0, 1))]
+    assert [(each.key, each.place) for each in tier.take_void()] == [(segment.key, Place(0, 1))]
     tier.check_integrity()
 
 
@@ -58,7 +59,7 @@ def test_a_write_that_failed_leaves_its_place_free() -> None:
     assert not isinstance(entry, Refusal)
     assert not tier.written(entry, segment, False)
     assert segment.disk == NO_ENTRY
-    assert tier.forgotten == []
+    assert tier.take_void() == []
     assert written(tier, segment_of(2)) == Place(0, 2)
 
 
@@ -67,22 +68,25 @@ def test_a_wrong_segment_that_is_being_written_is_void() -> None:
     tier, segment = tier_of(2), segment_of(1)
     entry = tier.admit(segment, 1, 1.0, 0.0)
     assert not isinstance(entry, Refusal)
-    assert not tier.left(segment, 1, 0.0, keep=False)
+    assert not tier.left(segment, 1, keep=False)
     assert not tier.written(entry, segment, True)
-    assert len(tier.forgotten) == 1
+    assert len(tier.take_void()) == 1
     tier.check_integrity()
 
 
-def test_a_full_slab_gives_up_the_least_value() -> None:
-    """A full slab gives up the segment of least value and raises the generation."""
+def test_a_full_slab_gives_up_what_was_not_accessed_longest() -> None:
+    """The first segment in the queue that was not accessed leaves, and its place gets the next generation."""
     tier = tier_of(3)
-    # Of equal segments the one that was accessed longest ago has the least value.
-    for number, touched in enumerate((100.0, 0.0, 100.0)):
-        written(tier, segment_of(number, touched), 100.0)
-    place = written(tier, segment_of(9, 100.0), 100.0)
-    assert place == Place(1, 2)
+    for number in range(3):
+        written(tier, segment_of(number))
+    tier.touch(tier.find(TENANT, key_of(0)), None, 50.0)
+    assert written(tier, segment_of(8)) == Place(1, 2)
     assert tier.find(TENANT, key_of(1)) == NO_ENTRY
-    assert tier.evictions == 1
+    assert evictions(tier) == 1
+    # The second chance is over; segments in memory stay, and so do those that are held.
+    tier.arrived(segment_of(2))
+    tier.hold(tier.find(TENANT, key_of(8)), 200.0)
+    assert written(tier, segment_of(9)) == Place(0, 2)
     tier.check_integrity()
 
 
@@ -140,7 +144,7 @@ def test_a_segment_that_is_read_back_is_not_written_again() -> None:
     tier.arrived(again)
     assert again.disk == tier.find(TENANT, again.key)
     tier.check_integrity()
-    assert tier.left(again, 4, 50.0, keep=True)
+    assert tier.left(again, 4, keep=True)
     assert tier.note(tier.find(TENANT, again.key)).accesses == 4
     tier.check_integrity()
 
@@ -169,7 +173,7 @@ def test_a_quota_bounds_the_places_of_a_tenant() -> None:
     tier = tier_of(4, {"red": 0.5}, slabs=2)
     for number in range(4):
         written(tier, segment_of(number, float(number)), 10.0)
-    assert tier.evictions == 2
+    assert evictions(tier) == 2
     blue = TenantId("blue")
     for number in range(2):
         written(tier, segment_of(number, 1.0, blue), 10.0)
@@ -182,7 +186,7 @@ def test_another_tenant_gets_its_part_of_a_full_device() -> None:
     for number in range(4):
         written(tier, segment_of(number), 0.0)
     written(tier, segment_of(9, 0.0, blue), 0.0)
-    assert len(tier.trimmed) == 1
+    assert len(tier.take_trimmed()) == 1
     tier.check_integrity()
     assert {each.tenant: each.segments for each in tier.usage()}[blue] == 1
 
@@ -202,10 +206,10 @@ def test_a_second_slab_grows_to_an_equal_part() -> None:
     write(range(160, 260), TENANT, blue)
     tier.check_integrity()
     assert {each.tenant: each.segments for each in tier.usage()} == {TENANT: 80, blue: 80}
-    evicted = tier.evictions
+    evictions(tier)
     write(range(260, 280), TENANT, blue)
     # Each segment takes the place of one of its own slab.
-    assert tier.evictions == evicted + 40
+    assert evictions(tier) == 40
     tier.check_integrity()
 
 
@@ -216,10 +220,10 @@ def test_a_slab_at_the_quota_of_its_tenant() -> None:
         written(tier, segment_of(number), 0.0)
     for number in range(160, 210):
         written(tier, segment_of(number, 1.0, blue), 1.0)
-    evicted = tier.evictions
+    evictions(tier)
     for number in range(210, 250):
         written(tier, segment_of(number, 1.0, blue), 1.0)
-    assert tier.evictions == evicted + 40
+    assert evictions(tier) == 40
     assert {each.tenant: each.segments for each in tier.usage()}[blue] == 39
 
 
@@ -227,16 +231,15 @@ def test_what_was_found_is_taken_once_and_generations_go_on() -> None:
     tier = tier_of(4)
     written(tier, segment_of(1))
     note = tier.packed_note(tier.find(TENANT, key_of(1)))
-    again = DiskTier(lambda tenant, slot_bytes: Odds(), 0.0)
+    again = DiskTier(lambda pool: Odds(), 0.0)
     again.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
-    entry = again.found(0, TENANT, SLOT, key_of(1), Place(2, 7), 1, note)
+    entry = again.found(0, TENANT, SLOT, (key_of(1), Place(2, 7), 1, note), 0.0)
     assert entry is not None
-    again.settle(entry, 0.0)
     refused = (
-        again.found(0, TENANT, SLOT, key_of(1), Place(3, 8), 1, note),
-        again.found(0, TENANT, SLOT, key_of(2), Place(2, 8), 1, note),
-        again.found(0, TENANT, SLOT, key_of(3), Place(9, 8), 1, note),
-        again.found(0, TENANT, SLOT, key_of(4), Place(1, 8), 1, note[:-4]),
+        again.found(0, TENANT, SLOT, (key_of(1), Place(3, 8), 1, note), 0.0),
+        again.found(0, TENANT, SLOT, (key_of(2), Place(2, 8), 1, note), 0.0),
+        again.found(0, TENANT, SLOT, (key_of(3), Place(9, 8), 1, note), 0.0),
+        again.found(0, TENANT, SLOT, (key_of(4), Place(1, 8), 1, note[:-4]), 0.0),
     )
     assert refused == (None,) * 4
     again.recovered(0)
@@ -277,7 +280,7 @@ def test_a_slab_is_dropped_once() -> None:
     kept = segment_of(2)
     written(tier, kept, leaves=False)
     assert tier.sweep(10) == []
-    assert tier.left(kept, 1, 0.0, keep=True)
+    assert tier.left(kept, 1, keep=True)
     tier.check_integrity()
 
 
@@ -300,7 +303,7 @@ def test_the_best_half_of_evictions_is_written() -> None:
     admission, passed = Admission(), []
     for number in range(20_000):
         value = (number * 7919 % 1000) / 1000
-        if admission.asks(number, 1, value, 0.0) is None:
+        if admission.asks(number, 1, value) is None:
             admission.wrote(1)
             passed.append(value)
         admission.evicted(1)
@@ -315,16 +318,16 @@ def test_the_segments_of_one_request_are_admitted_together() -> None:
     admission = Admission()
     for number in range(2000):
         value = (number * 7919 % 1000) / 1000
-        if admission.asks(number, 1, value, 0.0) is None:
+        if admission.asks(number, 1, value) is None:
             admission.wrote(1)
         admission.evicted(1)
-    assert admission.asks("good", 2, 0.99, 0.0) is None
+    assert admission.asks("good", 2, 0.99) is None
     # Its value falls with its age.
-    assert {admission.asks("good", accesses, 0.01, 0.0) for accesses in (2, 3, 9)} == {None}
-    assert admission.asks("good", 1, 0.01, 0.0) is Refusal.VALUE
-    assert admission.asks("bad", 2, 0.01, 0.0) is Refusal.VALUE
-    assert {admission.asks("bad", 2, 0.99, 0.0) for _ in range(3)} == {Refusal.VALUE}
-    assert admission.asks("bad", 3, 0.99, 0.0) is None
+    assert {admission.asks("good", accesses, 0.01) for accesses in (2, 3, 9)} == {None}
+    assert admission.asks("good", 1, 0.01) is Refusal.VALUE
+    assert admission.asks("bad", 2, 0.01) is Refusal.VALUE
+    assert {admission.asks("bad", 2, 0.99) for _ in range(3)} == {Refusal.VALUE}
+    assert admission.asks("bad", 3, 0.99) is None
 
 
 def test_reads_of_a_device_wait_for_each_other() -> None:
@@ -372,7 +375,7 @@ def test_a_segment_on_disk_takes_little_memory() -> None:
             entry = tier.save(segment, 1, 1.0, 1e4)
             assert not isinstance(entry, Refusal)
             tier.written(entry, segment, True)
-            tier.left(segment, 1, 1e4, keep=True)
+            tier.left(segment, 1, keep=True)
         gc.collect()
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -394,7 +397,7 @@ def filled(tier: DiskTier, slot_bytes: int, numbers: range, now: float, tenant: 
         if not isinstance(entry, Refusal):
             assert tier.written(entry, segment, True)
             segment.state = State.GONE
-            tier.left(segment, 1, now, keep=True)
+            tier.left(segment, 1, keep=True)
             done += 1
         now += 1.0
     tier.check_integrity()
@@ -434,9 +437,9 @@ def test_sizes_in_use_share_by_their_use() -> None:
 def test_a_segment_that_no_slab_makes_room_for_evicts_nothing() -> None:
     tier = tier_of(100)
     filled(tier, SLOT, range(100), 0.0)
-    evicted = tier.evictions
+    evictions(tier)
     filled(tier, 300 * SLOT, range(1000, 1010), 100.0)
-    assert (tier.evictions, sizes_of(tier)) == (evicted, {SLOT: 100})
+    assert (evictions(tier), sizes_of(tier)) == (0, {SLOT: 100})
     assert len(tier.devices[0].slabs) == 1
 
 

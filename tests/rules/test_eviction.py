@@ -13,6 +13,7 @@ from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.eviction.odds import Odds
 
 Make = Callable[[], EvictionPolicy]
 every_policy = pytest.mark.parametrize("make", [Forecast, LeastRecentlyUsed])
@@ -112,17 +113,9 @@ def test_lru_evicts_children_before_their_parents(asked: Requests) -> None:
         assert places == sorted(places, reverse=True)
 
 
-@pytest.mark.parametrize("make", [LeastRecentlyUsed])
-def test_a_policy_without_statistics_saves_nothing(make: Make) -> None:
-    policy = make()
-    assert policy.save() == b""
-    policy.restore(b"")
-    with pytest.raises(ValueError, match="learns nothing"):
-        policy.restore(b"x")
-
-
 def test_policies_that_merge_become_alike() -> None:
-    experienced, fresh = Memory(Forecast(), 20), Memory(Forecast(), 20)
+    policies = Forecast(), Forecast()
+    experienced, fresh = (Memory(policy, 20) for policy in policies)
     busy(experienced, seed=5)
     key = key_of("new")
     apart = []
@@ -131,20 +124,19 @@ def test_policies_that_merge_become_alike() -> None:
             memory.policy.retention_value_of_new(key, NO_HINTS, 400.0) for memory in (experienced, fresh)
         ]
         apart.append(abs(retention_value[0] - retention_value[1]))
-        saved = [memory.policy.save() for memory in (experienced, fresh)]
-        fresh.policy.merge(saved[0])
-        experienced.policy.merge(saved[1])
+        saved = [policy.odds.save() for policy in policies]
+        for policy, other in zip(policies, reversed(saved), strict=True):
+            policy.odds.merge(other)
     assert apart[0] > 0
     assert apart[-1] <= apart[0] / 100
 
 
-@every_policy
-def test_other_data_is_not_merged(make: Make) -> None:
-    policy = make()
-    saved = policy.save()
+def test_other_data_is_not_merged() -> None:
+    model = Odds()
+    saved = model.save()
     with pytest.raises(ValueError, match="statistics"):
-        policy.merge(b"junk")
-    assert policy.save() == saved
+        model.merge(b"junk")
+    assert model.save() == saved
 
 
 @every_policy

@@ -141,7 +141,7 @@ def test_an_access_while_out_of_order_is_learned_at_its_age() -> None:
                 policy.remove(pinned, second + 19.0, evicted=False)
                 policy.insert(pinned, second + 19.5)
         policy.check_integrity()
-    assert policies[0].save() == policies[1].save()
+    assert policies[0].odds.save() == policies[1].odds.save()
 
 
 def test_hints_distinguish_requests_and_may_change() -> None:
@@ -239,7 +239,7 @@ def test_more_accesses_are_valued_no_less() -> None:
     memory = Memory(Forecast(), 60)
     conversations(memory, seed=5)
     learned = odds.Odds()
-    learned.restore(memory.policy.save())
+    learned.restore(memory.odds.save())
     for hints in (SHORT, LONG, NO_HINTS):
         retention_value = np.array(
             [learned.retention_value(learned.features(accesses, hints)) for accesses in range(1, 40)]
@@ -253,7 +253,7 @@ def test_saving_changes_nothing() -> None:
     for second in range(300):
         for memory in memories:
             memory.request([second % 37], float(second))
-        memories[0].policy.save()
+        memories[0].odds.save()
     assert memories[0].evicted == memories[1].evicted
 
 
@@ -314,22 +314,22 @@ def test_it_learns_without_accesses() -> None:
     memory = Memory(policy, 3000)
     for number in range(3000):
         memory.store(number, 0, number / 10)
-    learned = [policy.save()]
+    learned = [policy.odds.save()]
     for second in range(300, 4000):
         policy.retention_value(memory.here[0], float(second))
-        if policy.save() != learned[-1]:
-            learned.append(policy.save())
+        if policy.odds.save() != learned[-1]:
+            learned.append(policy.odds.save())
     assert len(learned) > 1
 
 
 def test_equal_statistics_lead_to_equal_decisions() -> None:
     experienced = Memory(Forecast(), 30)
     conversations(experienced, seed=3)
-    saved = experienced.policy.save()
+    saved = experienced.odds.save()
     lives = [Memory(Forecast(), 30), Memory(Forecast(), 30)]
     for life in lives:
-        life.policy.restore(saved)
-        assert life.policy.save() == saved
+        life.odds.restore(saved)
+        assert life.odds.save() == saved
         conversations(life, seed=4, seconds=300)
     assert lives[0].evicted == lives[1].evicted
     fresh = Memory(Forecast(), 30)
@@ -356,19 +356,19 @@ def changed(saved: bytes, field: int, value: object) -> bytes:
     [
         b"x",
         b"\xc1",
-        Forecast().save()[:-1],
-        Forecast().save() + b"x",
-        changed(Forecast().save(), LABELS, ((0, "", ""), (1, "", ""), (1, "", ""))),
+        odds.Odds().save()[:-1],
+        odds.Odds().save() + b"x",
+        changed(odds.Odds().save(), LABELS, ((0, "", ""), (1, "", ""), (1, "", ""))),
         changed(
-            Forecast().save(), WEIGHTS, np.full(len(saved_fields(Forecast().save())[WEIGHTS]) // 8, 1e308).tobytes()
+            odds.Odds().save(), WEIGHTS, np.full(len(saved_fields(odds.Odds().save())[WEIGHTS]) // 8, 1e308).tobytes()
         ),
     ],
 )
 def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
     policy = Forecast()
     with pytest.raises(ValueError, match="statistics of re-use"):
-        policy.restore(damaged)
-    assert policy.save() == Forecast().save()
+        policy.odds.restore(damaged)
+    assert policy.odds.save() == odds.Odds().save()
     assert policy.retention_value_of_new(key_of("a"), NO_HINTS, 0.0) > 0
 
 
@@ -381,13 +381,13 @@ def test_the_model_of_a_pool_that_lost_its_memory() -> None:
         """The pool gets the region, learns, and loses it. Returns the value by its model afterwards."""
         pool = store.pool(red, slot_bytes)
         assert pool is not None
-        model = store.odds(red, slot_bytes)
+        model = store.models.of(pool.id)
         for _ in range(steps):
             model.add(features, 5, 1.0, 1.0)
             model.learn()
         value = model.retention_value(features)[5]
         assert store.drain(pool, 0.0)[1] == 0
-        assert store.odds(red, slot_bytes).retention_value(features)[5] == pytest.approx(value)
+        assert store.models.of(pool.id).retention_value(features)[5] == pytest.approx(value)
         store.regions.made(store.regions.make(store.regions.unmade))
         return value
 

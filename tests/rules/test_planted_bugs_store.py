@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.rules.test_store_machine import StoreMachine
-from tokenlake.hints import NO_HINTS, Hints
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.pool import SlotPool
@@ -78,9 +78,9 @@ class LeaseIgnored(SegmentStore):
 class QuarantineFreedAtOnce(SegmentStore):
     """The slot of a discarded segment is free although a process may still use it."""
 
-    def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
+    def _take_out(self, segment: Segment, now: float, rule: str) -> None:
         with hidden_pins(segment):
-            super().discard(segment, now, evicted)
+            super()._take_out(segment, now, rule)
 
     def unpin(self, *segments: Segment) -> None:
         for segment in segments:
@@ -117,22 +117,14 @@ class DirtyBudgetIgnored(SegmentStore):
     """Writes take any slot."""
 
     def reserve(
-        self,
-        tenant: TenantId,
-        slot_bytes: int,
-        key: SegmentKey,
-        kind: Kind,
-        depth: int,
-        now: float,
-        hints: Hints = NO_HINTS,
-        parent: SegmentKey | None = None,
+        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, *args: Any, **more: Any
     ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, hints, parent)
+        result = super().reserve(tenant, slot_bytes, key, kind, *args, **more)
         if result is not Code.WRITE_BUDGET:
             return result
-        result = super().reserve(tenant, slot_bytes, key, Kind.PRIMARY, depth, now, hints, parent)
+        result = super().reserve(tenant, slot_bytes, key, Kind.PRIMARY, *args, **more)
         if isinstance(result, Segment):
-            self.become(result, kind, now)
+            self.become(result, kind, args[1])
         return result
 
 

@@ -1,17 +1,15 @@
-"""Retention: the tiers of priority and time to live, under each policy."""
+"""Priority and time to live of primary copies."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-
-import pytest
 
 from tokenlake.hints import MAX_TTL_S, NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
-from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
-from tokenlake.memory.retention import HIGH_S, HIGH_SHARE, MAX_PASSED, Deadlines
+from tokenlake.memory.eviction import Forecast
+from tokenlake.memory.eviction.forecast import HIGH_SHARE
+from tokenlake.memory.eviction.records import HIGH_S, Tier
 from tokenlake.metrics import Counters
 
 TENANT = TenantId("t")
@@ -19,14 +17,13 @@ SLOT_BYTES = 1024
 SLOTS = 20
 HIGHS = int(HIGH_SHARE * SLOTS)
 HIGH, LOW = Hints(priority=1), Hints(priority=-1)
-every_policy = pytest.mark.parametrize("make", [Forecast, LeastRecentlyUsed])
 
 
 class Scene:
     """A store of one region, and primary copies by number."""
 
-    def __init__(self, make: Callable[[], EvictionPolicy] = LeastRecentlyUsed, slots: int = SLOTS) -> None:
-        self.store = SegmentStore(1, slots * SLOT_BYTES, Budgets(), Counters(), make)
+    def __init__(self, slots: int = SLOTS) -> None:
+        self.store = SegmentStore(1, slots * SLOT_BYTES, Budgets(), Counters(), Forecast)
         self.segments: dict[int, Segment] = {}
 
     def add(self, number: int, now: float, hints: Hints = NO_HINTS, kind: Kind = Kind.PRIMARY) -> Segment:
@@ -48,9 +45,8 @@ class Scene:
         return [number for number in self.segments if number not in here]
 
 
-@every_policy
-def test_high_priority_leaves_last_and_low_first(make: Callable[[], EvictionPolicy]) -> None:
-    scene = Scene(make)
+def test_high_priority_leaves_last_and_low_first() -> None:
+    scene = Scene()
     for number in range(SLOTS):
         scene.add(number, float(number), {0: HIGH, 1: HIGH, SLOTS - 1: LOW, SLOTS - 2: LOW}.get(number, NO_HINTS))
     for number in range(SLOTS, SLOTS + 4):
@@ -59,9 +55,8 @@ def test_high_priority_leaves_last_and_low_first(make: Callable[[], EvictionPoli
     assert not set(scene.gone()) & {0, 1}
 
 
-@every_policy
-def test_expired_segments_leave_first_and_an_access_renews(make: Callable[[], EvictionPolicy]) -> None:
-    scene = Scene(make)
+def test_expired_segments_leave_first_and_an_access_renews() -> None:
+    scene = Scene()
     for number in range(SLOTS):
         scene.add(number, float(number), Hints(ttl_s=60.0) if number in (17, 18) else NO_HINTS)
     scene.store.touch([scene.segments[18]], 70.0)
@@ -89,7 +84,10 @@ def test_high_priority_is_bounded_to_the_newest() -> None:
         scene.add(number, float(number), HIGH)
     for number in range(100, 100 + SLOTS - HIGHS):
         scene.add(number, float(number))
-    assert scene.here() == [*range(SLOTS - HIGHS, SLOTS), *range(100, 100 + SLOTS - HIGHS)]
+    order = next(iter(scene.store.pools())).primary
+    high = [number for number in scene.here() if order.rank(scene.segments[number], 200.0)[0] == Tier.HIGH]
+    assert high == list(range(SLOTS - HIGHS, SLOTS))
+    assert list(order)[-HIGHS:] == [scene.segments[number] for number in high]
 
 
 def test_a_prompt_beyond_the_bound_keeps_its_beginning() -> None:
@@ -112,16 +110,15 @@ def test_high_priority_ends_without_an_access() -> None:
     assert 1 in scene.here()
 
 
-@every_policy
-def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], EvictionPolicy]) -> None:
-    scene = Scene(make)
+def test_a_time_to_live_goes_on_when_high_priority_ends() -> None:
+    scene = Scene()
     for number in range(SLOTS):
         scene.add(number, 0.0, Hints(priority=1, ttl_s=1.5 * HIGH_S) if number == 0 else NO_HINTS)
     others = [scene.segments[number] for number in range(1, SLOTS)]
     for now in (0.9 * HIGH_S, 1.4 * HIGH_S):
         # No segment is stored, but the policy is told the time.
         scene.store.touch(others, now)
-        next(iter(scene.store.pools())).retention.expired(now)
+        next(iter(scene.store.pools())).primary.expired(now)
     scene.add(100, 1.5 * HIGH_S + 1.0)
     assert scene.gone() == [0]
 
@@ -146,7 +143,8 @@ def test_later_hints_change_the_tier_and_are_no_access() -> None:
     scene.store.hint([first], HIGH, 50.0)
     scene.add(100, 60.0)
     scene.add(101, 61.0)
-    assert scene.gone() == [1, SLOTS - 1]
+    assert SLOTS - 1 in scene.gone()
+    assert 0 in scene.here()
 
 
 def test_a_shorter_time_to_live_counts_at_once() -> None:
@@ -171,10 +169,9 @@ def test_a_pinned_segment_stays_in_any_tier() -> None:
     assert 0 in scene.gone()
 
 
-@every_policy
-def test_any_mixture_keeps_integrity(make: Callable[[], EvictionPolicy]) -> None:
+def test_any_mixture_keeps_integrity() -> None:
     draw = random.Random(5)
-    scene = Scene(make)
+    scene = Scene()
     now = 0.0
     choices = [NO_HINTS, HIGH, LOW, Hints(ttl_s=3.0), Hints(priority=1, ttl_s=7.0), Hints(priority=-1, ttl_s=2.0)]
     for number in range(600):
@@ -189,26 +186,5 @@ def test_any_mixture_keeps_integrity(make: Callable[[], EvictionPolicy]) -> None
             scene.store.check_integrity()
         else:
             scene.add(number, now, draw.choice(choices))
-    retention = next(iter(scene.store.pools())).retention
-    assert len(retention) == len(set(retention)) == SLOTS
-
-
-def test_deadlines_can_be_moved_and_cancelled() -> None:
-    """Each passes once, at its newest time; the heap is bounded by the greatest number of deadlines at a time."""
-    draw = random.Random(7)
-    scene = Scene()
-    segments = [scene.add(number, 0.0) for number in range(SLOTS)]
-    deadlines, expected = Deadlines(), dict[Segment, float]()
-    for step in range(2000):
-        now, segment = step / 10, draw.choice(segments)
-        if draw.random() < 0.2:
-            deadlines.cancel(segment)
-            expected.pop(segment, None)
-        else:
-            expected[segment] = now + draw.random() * 5
-            deadlines.set(segment, expected[segment])
-        passed = list(deadlines.passed(now))
-        assert set(passed) == {each for each, at in expected.items() if at <= now}
-        assert len(passed) == len(set(passed))
-        expected = {each: at for each, at in expected.items() if at > now}
-        assert len(expected) <= len(deadlines) <= 2 * SLOTS + MAX_PASSED
+    order = next(iter(scene.store.pools())).primary
+    assert len(order) == len(set(order)) == SLOTS

@@ -24,7 +24,8 @@ from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Budgets, Kind, Segment, SegmentStore, State
 from tokenlake.memory.eviction import Forecast, LeastRecentlyUsed
-from tokenlake.memory.store import EVICTED, MAX_VICTIM_SCAN, NOT_ADMITTED, QUARANTINED
+from tokenlake.memory.store import EVICTED, NOT_ADMITTED, QUARANTINED
+from tokenlake.memory.vacancy import MAX_VICTIM_SCAN
 from tokenlake.metrics import Counters
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
@@ -69,6 +70,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = store(regions, slots * SMALL, budgets, self.counters, policy)
         self.model = StoreModel(regions, slots * SMALL, cached, dirty, model)
         self.real: dict[Copy, Segment] = {}
+        self.told: list[Segment] = []
+        """Copies that left and that a directory node may name."""
         self.now = 0.0
         self.written = 0
         self.memory: dict[Place, int] = {}
@@ -206,8 +209,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert place in self.model.free(pool), f"slot {place} is none of {pool}"
         previous_owner = self.stamps.get(place, 0)
         assert result.place.generation > previous_owner, f"generation of {place} did not grow from {previous_owner}"
-        assert self.store.reissued == [result.place]
-        self.store.reissued.clear()
+        assert self.store.take_slots()[1] == [result.packed]
         self.stamps[place] = result.place.generation
         self.written += 1
         copy = Copy(pool, key, kind, place, result.place.generation, self.written, self.now, pins=[WRITER])
@@ -274,8 +276,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def evictions_match_the_model(self) -> None:
-        evicted = [self.real[copy] for copy in self.model.evicted]
-        assert {id(s) for s in self.store.evicted} == {id(s) for s in evicted}, "evicted copies"
+        self.told += [each for each in self.store.take_gone() if each.left_by and each.owns]
+        assert set(self.told) == {self.real[copy] for copy in self.model.evicted}, "evicted copies"
         assert self.counters[EVICTED] == self.model.evictions, "evictions counted"
         assert self.counters[NOT_ADMITTED] == self.model.not_admitted, "refusals counted"
         assert self.counters[QUARANTINED] == self.model.quarantines, "quarantines counted"

@@ -48,7 +48,7 @@ def stamp_forgotten(patch: pytest.MonkeyPatch) -> None:
     original = NodeCore.handle
 
     def handle(self: NodeCore, event: Any, now: float) -> Any:
-        self.store.reissued.clear()
+        self.store.take_slots()
         out = original(self, event, now)
         return [i for i in out if type(i).__name__ != "Stamp"]
 

@@ -18,7 +18,6 @@ from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.memory import Budgets, Segment, SegmentStore, State
 from tokenlake.memory.eviction import Forecast
-from tokenlake.memory.removals import RemovalLog
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
@@ -103,7 +102,6 @@ class Context:
         self.previous_ring: Ring | None = None
         """The ring before the last change, for as long as readers ask its directory nodes too."""
         self.counters = Counters()
-        self.removals = RemovalLog()
         self.store = SegmentStore(
             config.regions,
             config.region_bytes,
@@ -111,10 +109,10 @@ class Context:
             self.counters,
             policy=Forecast,
             quotas=config.quotas,
-            removals=self.removals,
             made=config.made,
         )
-        self.disk = DiskTier(self.store.odds, config.disk_writes_per_day, config.quotas)
+        self.removals = self.store.removals
+        self.disk = DiskTier(self.store.models.of, config.disk_writes_per_day, config.quotas)
         self.store.spare = self.disk.spare
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()

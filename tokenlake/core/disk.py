@@ -31,12 +31,13 @@ from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovere
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
 from tokenlake.disk import Place, pack_places, unpack_places
 from tokenlake.disk.admission import Refusal
+from tokenlake.disk.entries import Forgotten
 from tokenlake.disk.places import NOTE_BYTES
-from tokenlake.disk.tier import Device, Forgotten, Slab
+from tokenlake.disk.slab import Device, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, SlotPool, State
-from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, Removal
+from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, VOID_RULES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys, split_keys
@@ -117,39 +118,31 @@ class Disk:
 
     # -- after each event
 
-    def follow(self) -> None:
-        """Called after each event: records which segments left memory, and writes those that memory would evict
-        next."""
+    def follow(self, gone: Sequence[Segment]) -> list[Segment]:
+        """Called after each event with the segments that left memory: those on disk stay there, or are void too; then
+        segments are written that memory would evict next. Returns those that this node does not have any more and that
+        a directory node may name."""
         store, tier, now = self._context.store, self._tier, self._context.now
-        if store.left:
-            self._left_memory()
-        elif tier.forgotten:
-            self._emit_forgotten()
-        if not store.evictions:
-            return
+        self._emit_void()
+        left = [segment for segment in gone if segment.disk >= 0]
+        for segment in left:
+            void = segment.left_by in VOID_RULES
+            keep = not void and segment.source is None
+            if tier.left(segment, store.accesses(segment), keep=keep, erase=void):
+                self._context.counters.add(KEPT)
+        if left:
+            # The caller tells the directory nodes of these, as of all segments that leave memory.
+            self._emit_void(tell=False)
         if tier.devices:
-            for pool, count in store.evictions.items():
+            evicted = (each.pool for each in gone if each.left_by and each.left_by not in VOID_RULES)
+            for pool, count in Counter(evicted).items():
                 tier.evicted(pool.tenant, pool.slot_bytes, count, now)
                 self._evictions += count
-        store.evictions.clear()
         if self._evictions >= LOOK_EVERY:
             self.look()
-
-    def _left_memory(self) -> None:
-        store, removals = self._context.store, self._context.removals
-        self._emit_forgotten()
-        left, store.left = store.left, []
-        for segment in left:
-            if segment.disk < 0:
-                # The same event has dropped the copy on disk.
-                continue
-            gone = removals.get(segment.tenant, segment.key)
-            void = gone is not None and gone.at == self._context.now and gone.rule in (CORRUPT_RULE, OPERATOR_RULE)
-            keep = not void and segment.source is None
-            if self._tier.left(segment, store.accesses(segment), self._context.now, keep=keep, erase=void):
-                self._context.counters.add(KEPT)
-        # `NodeCore` tells the directory nodes of these, as of all segments that leave memory.
-        self._emit_forgotten(tell=False)
+        self._complete()
+        named = (each for each in gone if each.left_by == CORRUPT_RULE or (each.left_by and each.owns))
+        return [each for each in named if tier.find(each.tenant, each.key) < 0]
 
     # -- writing
 
@@ -188,19 +181,19 @@ class Disk:
         """Yields segments of a pool that would be evicted next: at most `ahead` cached copies, then at most `ahead`
         primary copies, as the orders are when the first of each kind is asked for."""
         yield from list(islice(pool.orders[Kind.CACHED], ahead))
-        yield from list(islice(pool.retention, ahead))
+        yield from list(islice(pool.primary, ahead))
 
     def _value(self, pool: SlotPool, segment: Segment) -> float:
         """The retention value of a segment: that of the policy, which does not order cached copies."""
         if segment.kind is Kind.PRIMARY:
-            return pool.retention.retention_value(segment, self._context.now)
+            return pool.primary.retention_value(segment, self._context.now)
         if segment.hints.priority < 0:
             return 0.0
         return self._tier.value(segment, self._context.store.accesses(segment), self._context.now)
 
     def _write(self, segments: Iterable[Segment]) -> None:
         """Write segments whose entries have just been made."""
-        self._emit_forgotten()
+        self._emit_void()
         batches: dict[tuple[int, int], _Write] = {}
         for segment in segments:
             slab = self._tier.slab(segment.disk)
@@ -255,7 +248,7 @@ class Disk:
         counters.add_for(WRITTEN, done, tenant)
         counters.add_for(WRITTEN_BYTES, done * batch.slab.slot_bytes, tenant)
         counters.add(FAILED, len(batch.segments) - done)
-        self._emit_forgotten()
+        self._emit_void()
         self._one_ended(event.write)
         if self._saving is not None:
             self._saved += done
@@ -274,14 +267,8 @@ class Disk:
         return erasure
 
     def end_erasure(self, erasure: Erasure) -> None:
-        """The order has found all its segments."""
-        if self._context.store.left:
-            self._left_memory()
+        """The order has found all its segments; after this event all of them have left."""
         erasure.complete = True
-        for number, batch in self._writes.items():
-            if any(self._tier.erases_when_written(entry) for entry in batch.entries):
-                erasure.waiting.add(number)
-        self._one_ended(-1)
 
     def check_erased(self, event: DiskErased) -> None:
         """Raises `ValueError` where no such erasure is under way, or its result has another size. Changes nothing."""
@@ -306,13 +293,21 @@ class Disk:
         self._one_ended(event.erase)
 
     def _one_ended(self, number: int) -> None:
-        """A write or an erasure has ended: complete the orders that wait for nothing else."""
-        devices = self._tier.devices
-        for erasure in list(self._erasures):
+        """A write or an erasure has ended."""
+        for erasure in self._erasures:
             erasure.waiting.discard(number)
-            if erasure.complete and not erasure.waiting:
+
+    def _complete(self) -> None:
+        """Complete the orders that have found all their segments and wait for nothing else."""
+        devices = self._tier.devices
+        for erasure in [each for each in self._erasures if each.complete]:
+            if not erasure.waiting and not any(map(self._has_to_erase, self._writes.values())):
                 self._erasures.remove(erasure)
                 erasure.done(tuple(each for each, then in erasure.devices.items() if devices.get(each) is then))
+
+    def _has_to_erase(self, batch: _Write) -> bool:
+        """Returns True if some segments of a write have to be erased when it has ended."""
+        return any(map(self._tier.erases_when_written, batch.entries))
 
     # -- leaving the disk
 
@@ -325,7 +320,7 @@ class Disk:
             if entry >= 0:
                 self._tier.forget(entry, rule, erase=rule == OPERATOR_RULE)
                 dropped += 1
-        self._emit_forgotten()
+        self._emit_void()
         return dropped
 
     def forget_some(
@@ -344,15 +339,16 @@ class Disk:
                 else:
                     dropped += 1
                 self._tier.forget(entry, OPERATOR_RULE, erase=True)
-        self._emit_forgotten()
+        self._emit_void()
         return dropped, resident, behind
 
-    def _emit_forgotten(self, *, tell: bool = True) -> None:
+    def _emit_void(self, *, tell: bool = True) -> None:
         """Tell the file layer which segments on disk are void, and, if `tell`, the directory nodes of those that this
         node does not have any more."""
         tier, context = self._tier, self._context
-        if tier.forgotten:
-            forgotten, tier.forgotten = tier.forgotten, []
+        forgotten = tier.take_void()
+        if forgotten:
+            context.counters.add(EVICTED, sum(each.evicted for each in forgotten))
             by_slab: dict[tuple[int, str, bool], list[Forgotten]] = {}
             for each in forgotten:
                 by_slab.setdefault((each.slab.number, each.rule, each.erase), []).append(each)
@@ -370,20 +366,15 @@ class Disk:
                     context.emit(DiskForget(*where))
                 if tell:
                     self._tell_gone(slab.tenant, keys, rule)
-        if tier.evictions:
-            context.counters.add(EVICTED, tier.evictions)
-            tier.evictions = 0
-        if tier.trimmed:
-            for slab in tier.trimmed.values():
-                context.emit(DiskTrim(slab.device.number, slab.tenant, slab.slot_bytes, len(slab.entries)))
-            tier.trimmed.clear()
+        for slab in tier.take_trimmed():
+            context.emit(DiskTrim(slab.device.number, slab.tenant, slab.slot_bytes, len(slab.entries)))
 
     def _tell_gone(self, tenant: TenantId, keys: Sequence[SegmentKey], rule: str) -> None:
         index = self._context.store.index(tenant)
         gone = [key for key in keys if (here := index.get(key)) is None or here.state is not State.READY]
         if gone:
             for key in gone:
-                self._context.removals.add(tenant, key, Removal(self._context.now, rule))
+                self._context.removals.add(tenant, key, self._context.now, rule)
             self._directory_node.tell_evicted(tenant, gone, rule, NO_ACCESS, 0.0)
 
     # -- devices
@@ -397,7 +388,7 @@ class Disk:
     def recovered(self, event: DiskRecovered) -> None:
         """Everything on a device was found. Its slabs give back what is behind their last segment."""
         self._tier.recovered(event.device)
-        self._emit_forgotten()
+        self._emit_void()
 
     def check_device(self, event: DiskFound | DiskRecovered) -> None:
         """Raises `ValueError` for a device that is not in use. Changes nothing."""
@@ -412,7 +403,8 @@ class Disk:
         refused: list[tuple[SegmentKey, Place]] = []
         for at, (key, place) in enumerate(zip(keys, places, strict=True)):
             note = event.notes[at * NOTE_BYTES : (at + 1) * NOTE_BYTES]
-            entry = self._tier.found(event.device, tenant, event.slot_bytes, key, place, event.shards, note)
+            found = key, place, event.shards, note
+            entry = self._tier.found(event.device, tenant, event.slot_bytes, found, self._context.now)
             if entry is None:
                 refused.append((key, place))
                 continue
@@ -422,7 +414,6 @@ class Disk:
                 taken.append(key)
             elif known.disk < 0:
                 self._tier.arrived(known)
-            self._tier.settle(entry, self._context.now)
         if refused:
             packed = pack_places(place for _, place in refused)
             void = join_keys(key for key, _ in refused)

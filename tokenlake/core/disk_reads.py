@@ -15,8 +15,7 @@ from tokenlake.core.instructions import DiskRead
 from tokenlake.disk import NO_ENTRY, Place, pack_places
 from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Segment
-from tokenlake.memory.removals import DISK_DAMAGED_RULE, DISK_GONE_RULE, Removal
+from tokenlake.memory.removals import DISK_DAMAGED_RULE, DISK_GONE_RULE
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire.fields import MAX_SECONDS
@@ -58,14 +57,6 @@ class DiskReads:
         entry = disk.find(tenant, key)
         fits = entry >= 0 and disk.slab(entry).slot_bytes == slot_bytes and disk.shards(entry) == shards
         return entry if fits else NO_ENTRY
-
-    def recall(self, segment: Segment, entry: int) -> None:
-        """Give the segment, which is about to be read back, the hints and the count of accesses in its note on disk."""
-        note = self._context.disk.note(entry)
-        segment.hints = segment.hints.merged_over(note.hints)
-        pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
-        if pool is not None:
-            pool.retention.recall(segment.key, note.accesses, note.hints, self._context.now)
 
     def add(self, transfer: Transfer) -> None:
         """Queue reads from disk into the slots that are reserved for the segments, one or more reads for each device of
@@ -127,7 +118,7 @@ class DiskReads:
         self._seconds.add(self._context.now - read.asked_at)
         for (slab, slot), segment, code in zip(read.places, read.segments, codes, strict=True):
             if code == Code.LOST and slab.void:
-                self._context.removals.add(read.tenant, segment.key, Removal(self._context.now, DISK_GONE_RULE))
+                self._context.removals.add(read.tenant, segment.key, self._context.now, DISK_GONE_RULE)
             elif code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
                 counters.add(DAMAGED)
                 disk.forget_place(slab, slot, DISK_DAMAGED_RULE)

@@ -42,7 +42,7 @@ from tokenlake.core.report.explain import Explain, RecentRequest
 from tokenlake.core.report.refusals import Refusals
 from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
-from tokenlake.disk.tier import SlabUse
+from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.location import Location
@@ -333,20 +333,16 @@ class NodeCore:
         that the handlers emitted; last the reports of the segments that the event evicted."""
         # The disk tier comes after the regions, which may evict segments.
         self._regions.follow()
-        self._disk.follow()
-        if self._context.store.evicted:
-            self._report_evicted()
+        self._report_gone(self._disk.follow(self._context.store.take_gone()))
         return self._emitted()
 
     def _emitted(self) -> list[Instruction]:
         context = self._context
         out, context.out = context.out, []
-        if context.store.reissued:
-            out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
-            context.store.reissued.clear()
-        if context.store.opened:
-            out[:0] = [CutRegion(*opened) for opened in context.store.opened]
-            context.store.opened.clear()
+        opened, reissued = context.store.take_slots()
+        if reissued:
+            out.insert(0, Stamp(b"".join(reissued)))
+        out[:0] = [CutRegion(*region) for region in opened]
         return out
 
     def _instructions_after_failure(self) -> list[Instruction]:
@@ -356,12 +352,11 @@ class NodeCore:
         try:
             return self._take_instructions()
         except Exception:
-            self._context.store.evicted = []
             return self._emitted()
 
     def _arrived(self, segment: Segment) -> None:
         """A segment became READY in memory."""
-        if self._context.disk:
+        if self._context.disk.devices:
             self._context.disk.arrived(segment)
         self._waiting.arrived(segment.tenant, (segment.key,))
 
@@ -447,17 +442,11 @@ class NodeCore:
         self._ownership.owner_evicted(node, tenant, keys)
         self._explain.gone(node, tenant, keys, message)
 
-    def _report_evicted(self) -> None:
+    def _report_gone(self, gone: Sequence[Segment]) -> None:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
-        evicted, self._context.store.evicted = self._context.store.evicted, []
-        if self._context.disk:
-            # This node still owns the segments that are on disk.
-            evicted = [each for each in evicted if self._context.disk.find(each.tenant, each.key) < 0]
         groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
-        for segment in evicted:
-            gone = self._context.removals.get(segment.tenant, segment.key)
-            rule = gone.rule if gone is not None else ""
-            groups.setdefault((segment.tenant, rule, segment.hints.access), []).append(segment)
+        for segment in gone:
+            groups.setdefault((segment.tenant, segment.left_by, segment.hints.access), []).append(segment)
         for (tenant, rule, access), segments in groups.items():
             age_s = self._context.since(segments[0].touched)
             self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)

@@ -8,15 +8,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from enum import IntEnum
 
 from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 
 NO_ENTRY = -1
-NO_NEIGHBOUR = 0xFFFFFFFF
-"""In place of the entry before the first one of a group, and behind the last."""
 _LEAST_TABLE = 64
+
+
+class EntryState(IntEnum):
+    """State of an entry. Only the last two are found."""
+
+    NONE = 0
+    """No entry has this number."""
+    WRITING = 1
+    """The file layer writes the segment, which is in memory."""
+    VOID = 2
+    """Likewise, but the segment has left memory: its place is free once the write has ended."""
+    TO_ERASE = 3
+    """Likewise, and what was written has to be erased first."""
+    RESIDENT = 4
+    """On disk and in memory."""
+    ALONE = 5
+    """On disk only."""
 
 
 class Index:
@@ -33,11 +49,14 @@ class Index:
         """By entry: the place in its slab."""
         self.shards = array("H")
         """By entry: the number of shards of the segment."""
-        self.previous = array("I")
-        self.next = array("I")
-        """By entry: its neighbours in the order of eviction (`order.py`)."""
-        self.groups = array("I")
-        """By entry: the number of its group in the order of eviction; 0 while it is in none."""
+        self.states = bytearray()
+        """By number: the `EntryState`, which the owner of the index sets."""
+        self.previous, self.next, self.queued = array("I"), array("I"), bytearray()
+        """By entry: its neighbours in the queue (`queue.py`), and 1 if it is there."""
+        self.again = bytearray()
+        """By entry: 1 if the segment was accessed since it was passed over in the queue."""
+        self.accessed = array("d")
+        """By entry: the time in seconds of the last access."""
         self._unused = array("I")
         """Numbers of entries that left."""
         self._table = array("I", [0]) * _LEAST_TABLE
@@ -64,13 +83,15 @@ class Index:
             at = (at + 1) & mask
         return NO_ENTRY
 
-    def add(self, key: SegmentKey, slab: int, slot: int, shards: int, note: bytes) -> int:
-        """Add an entry, which must not exist. Returns its number."""
+    def add(self, key: SegmentKey, slab: int, slot: int, shards: int, note: bytes, accessed: float) -> int:
+        """Add an entry, which must not exist; its state is VOID. Returns its number."""
         if self._unused:
             entry = self._unused.pop()
             self._keys[entry * KEY_BYTES : (entry + 1) * KEY_BYTES] = key
             self._notes[entry * NOTE_BYTES : (entry + 1) * NOTE_BYTES] = note
-            self.slabs[entry], self.slots[entry], self.shards[entry], self.groups[entry] = slab, slot, shards, 0
+            self.slabs[entry], self.slots[entry], self.shards[entry] = slab, slot, shards
+            self.states[entry], self.again[entry], self.queued[entry] = EntryState.VOID, 0, 0
+            self.accessed[entry] = accessed
         else:
             entry = len(self.slots)
             self._keys += key
@@ -78,9 +99,12 @@ class Index:
             self.slabs.append(slab)
             self.slots.append(slot)
             self.shards.append(shards)
-            self.previous.append(NO_NEIGHBOUR)
-            self.next.append(NO_NEIGHBOUR)
-            self.groups.append(0)
+            self.states.append(EntryState.VOID)
+            self.again.append(0)
+            self.queued.append(0)
+            self.previous.append(0)
+            self.next.append(0)
+            self.accessed.append(accessed)
         self._count += 1
         if 3 * self._count > 2 * len(self._table):
             self._rehash()
@@ -89,7 +113,7 @@ class Index:
         return entry
 
     def remove(self, entry: int) -> None:
-        """Remove an entry, which is in no order."""
+        """Remove an entry."""
         table, mask = self._table, self._mask
         at = hash(self.key(entry)) & mask
         while table[at] != entry + 1:
@@ -105,13 +129,13 @@ class Index:
                 table[hole] = table[at]
                 hole = at
         table[hole] = 0
-        self.slabs[entry] = 0xFFFF
+        self.states[entry] = EntryState.NONE
         self._unused.append(entry)
         self._count -= 1
 
     def holds(self, entry: int) -> bool:
         """Returns True if an entry has this number."""
-        return entry < len(self.slabs) and self.slabs[entry] != 0xFFFF
+        return entry < len(self.states) and self.states[entry] != EntryState.NONE
 
     def key(self, entry: int) -> SegmentKey:
         """The key of an entry."""
@@ -136,7 +160,7 @@ class Index:
         self._table = array("I", [0]) * (2 * len(self._table))
         self._mask = len(self._table) - 1
         for entry in range(len(self.slots)):
-            if self.slabs[entry] != 0xFFFF:
+            if self.states[entry]:
                 self._put(entry, self.key(entry))
 
     def check_integrity(self) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from tokenlake.disk.tier import Device
+from tokenlake.disk.slab import Device
 
 T = TypeVar("T")
 READS = 4

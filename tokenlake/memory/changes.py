@@ -32,38 +32,36 @@ class Change(NamedTuple):
     """A new ring record; the fields of segments have no meaning then."""
 
 
+_Fields = tuple[int, TenantId, SegmentKey, int, int, bool, RingRecord | None]
+"""The fields of a `Change`, which is made when it is read: each store and each eviction adds one."""
+
+
 class ChangeLog:
     """The newest changes, at most `limit`."""
 
     def __init__(self, limit: int = MAX_CHANGES) -> None:
         self._limit = limit
-        self._entries: list[Change] = []
+        self._entries: list[_Fields] = []
         self.newest = 0
         """Sequence number of the newest change; 0 before the first."""
 
-    def stored(self, segment: Segment) -> None:
-        """Log a segment that became READY."""
-        self._add_segment(segment, True)
-
-    def gone(self, segment: Segment) -> None:
-        """Log a READY segment that left."""
-        self._add_segment(segment, False)
+    def add(self, segment: Segment, stored: bool) -> None:
+        """Log a segment that became READY (`stored`), or a READY one that left."""
+        at = self.newest + 1
+        self._put((at, segment.tenant, segment.key, segment.slot_bytes, segment.depth, stored, None))
 
     def ring(self, record: RingRecord) -> None:
         """Log a new ring record."""
-        self._add(Change(self.newest + 1, TenantId(""), SegmentKey(b""), 0, 0, False, record))
+        self._put((self.newest + 1, TenantId(""), SegmentKey(b""), 0, 0, False, record))
 
-    def _add_segment(self, segment: Segment, stored: bool) -> None:
-        at = self.newest + 1
-        self._add(Change(at, segment.tenant, segment.key, segment.slot_bytes, segment.depth, stored))
-
-    def _add(self, change: Change) -> None:
-        if len(self._entries) < self._limit:
+    def _put(self, change: _Fields) -> None:
+        at = change[0]
+        if at <= self._limit:
             self._entries.append(change)
         else:
-            self._entries[(change.sequence - 1) % self._limit] = change
+            self._entries[(at - 1) % self._limit] = change
         # Last, because a reader in another thread takes all entries up to it for written.
-        self.newest = change.sequence
+        self.newest = at
 
     def after(self, sequence: int, most: int) -> list[Change] | None:
         """The next changes behind `sequence`, at most `most`. None if the log does not reach back so far, or never came
@@ -74,7 +72,7 @@ class ChangeLog:
         found: list[Change] = []
         for at in range(sequence + 1, min(newest, sequence + most) + 1):
             change = self._entries[(at - 1) % self._limit]
-            if change.sequence != at:
+            if change[0] != at:
                 return None
-            found.append(change)
+            found.append(Change._make(change))
         return found

@@ -11,7 +11,6 @@ import msgspec
 
 from tokenlake.identity import SegmentKey
 from tokenlake.memory.eviction import EvictionPolicy, LeastRecentlyUsed
-from tokenlake.memory.retention import HIGH_SHARE, Retention
 from tokenlake.memory.segment import Kind, PoolId, Segment, State
 from tokenlake.rate import Rate
 
@@ -39,7 +38,7 @@ class Budgets(msgspec.Struct, frozen=True):
 
 
 class SlotPool:
-    """The slots of one tenant and one slot size. Only `SegmentStore` changes it; `retention` also learns from the core
+    """The slots of one tenant and one slot size. Only `SegmentStore` changes it; `primary` also learns from the core
     of segments that come back from disk."""
 
     def __init__(self, pool: PoolId, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
@@ -51,16 +50,18 @@ class SlotPool:
         self._uses = Rate(USE_HALF_LIFE_S)
         self.budgets = budgets
         self.regions: list[int] = []
-        self.slots = 0
+        self.slots = self.cached_slots = self.dirty_slots = 0
+        """Number of its slots, and how many of them the budgets allow for cached copies and for segments being
+        written."""
         self.free: list[tuple[int, int]] = []
         """Free slots as (region, slot); the last one is used next."""
-        self.retention = Retention(policy(), lambda: self.budget(HIGH_SHARE, self.slots))
+        self.primary = policy()
         """The order in which primary copies are evicted."""
         # Lists by kind: hashing an enum member for a dict runs Python code, and this is the hot path.
         self.orders: list[EvictionPolicy] = [
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),
-            self.retention,
+            self.primary,
         ]
         """For each kind, the order in which its READY segments are evicted, without the segments that are excluded from
         it. Segments that were just written are in an order until their kind is decided, but are never evicted from
@@ -88,20 +89,28 @@ class SlotPool:
     def add_region(self, region: int, slots: int) -> None:
         """Cut a fresh region into free slots."""
         self.regions.append(region)
-        self.slots += slots
+        self._resize(slots)
         self.free.extend(zip(itertools.repeat(region), range(slots - 1, -1, -1), strict=False))
 
     def drain(self, region: int, slots: int) -> None:
         """Begin to give a region of so many slots away: they get no new segments."""
         self.draining = region
-        self.slots -= slots
+        self._resize(-slots)
         self.free = [place for place in self.free if place[0] != region]
 
     def keep(self, slots: int, free: list[tuple[int, int]]) -> None:
         """End `drain` without giving the region away. `free`: its free slots."""
         self.draining = None
-        self.slots += slots
+        self._resize(slots)
         self.free.extend(free)
+
+    def _resize(self, more: int) -> None:
+        self.slots += more
+        self.cached_slots, self.dirty_slots = (
+            _share(self.budgets.cached, self.slots),
+            _share(self.budgets.dirty, self.slots),
+        )
+        self.primary.resize(self.slots)
 
     def drop_region(self, region: int) -> None:
         """Forget a region that was drained, and is empty."""
@@ -113,9 +122,11 @@ class SlotPool:
         if region != self.draining:
             self.free.append((region, slot))
 
-    def budget(self, share: float, slots: int) -> int:
-        """Returns `share` of `slots` in whole slots, at least two."""
-        return max(2, math.ceil(share * slots))
+    def may_write(self, more: int) -> bool:
+        """Returns True if the budget of segments being written has room for another one. `more`: the slots that the
+        pool can still get, which count too."""
+        dirty = self.counts[Kind.DIRTY]
+        return dirty < self.dirty_slots or dirty < _share(self.budgets.dirty, self.slots + more)
 
     def victim(self, kind: Kind, now: float) -> Segment | None:
         """Returns the unpinned segment of `kind` to evict next, None if all are pinned. Pinned segments before it are
@@ -142,9 +153,7 @@ class SlotPool:
         use, or the order has no other place for it."""
         newest = itertools.islice(reversed(self.children[segment.key]), MAX_CHILDREN)
         idle = [child for child in newest if not child.excluded]
-        return bool(idle) and self.retention.follow(
-            segment, max(idle, key=lambda child: self.retention.rank(child, now))
-        )
+        return bool(idle) and self.primary.follow(segment, max(idle, key=lambda child: self.primary.rank(child, now)))
 
     def link(self, segment: Segment, parent: SegmentKey) -> None:
         """Set the parent of a segment, which has none yet."""
@@ -195,3 +204,8 @@ class SlotPool:
         assert all(self.children.values())
         assert all(s.pins > 0 for s in quarantined)
         assert all(s.pins >= 0 for s in segments)
+
+
+def _share(share: float, slots: int) -> int:
+    """Returns `share` of `slots` in whole slots, at least two."""
+    return max(2, math.ceil(share * slots))

@@ -87,6 +87,8 @@ class RegionAllocator:
     def fits(self, tenant: TenantId, slot_bytes: int) -> int | None:
         """Returns the number of the spare region that `take` would give to the tenant, the smallest with room for a
         slot; None without one."""
+        if not self._spare:
+            return None
         stride = stride_of(slot_bytes)
         if stride > self.room(tenant):
             return None

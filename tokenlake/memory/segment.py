@@ -8,6 +8,13 @@
 
 A segment is in the index of its tenant while it is RESERVED or READY. A segment that is GONE and pinned is in
 quarantine: a process may still read or write the slot, so the slot gets no other segment until the last pin goes.
+
+| kind | source | what it is | this node owns it | leaves |
+|---|---|---|---|---|
+| DIRTY | None | a local engine writes it | not yet | never |
+| PRIMARY | None | the primary copy | yes | by the policy |
+| CACHED | None | a copy that the policy did not admit: no other node has one that it owns | yes | first |
+| CACHED | a node | a cached copy; that node owns the segment | no | first |
 """
 
 from __future__ import annotations
@@ -54,10 +61,8 @@ class PolicyState:
 
 
 class Segment:
-    """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state` and `pins`; the store and the core change
-    `hints` and `checksums`; the pool and its orders of eviction change `excluded`, `touched` and `policy_state`; the
-    core changes `missing_shards`, `source` and `asked`; the disk tier changes `disk`; the store sets `parent` once. All
-    other fields stay."""
+    """Mutable. `SegmentStore` with its pools changes the fields, its orders of eviction `touched` and `policy_state`,
+    the disk tier (`tokenlake.disk`) `disk`, and the core's part of it `asked`."""
 
     __slots__ = (
         "asked",
@@ -68,6 +73,7 @@ class Segment:
         "hints",
         "key",
         "kind",
+        "left_by",
         "missing_shards",
         "packed",
         "parent",
@@ -116,6 +122,9 @@ class Segment:
         self.source: NodeId | None = None
         """The node from which the cached copy came, or that a directory node named as the owner; None for a segment
         that this node owns."""
+        self.left_by = ""
+        """The rule by which it left memory (`removals`); empty before that, and where no reader should have found
+        it."""
         self.disk = -1
         """Number of the segment's entry in the disk tier, if it is on a device of this node or is being written to it;
         else -1."""
@@ -123,12 +132,14 @@ class Segment:
         """Value of `touched` when the disk tier last refused the segment."""
 
     @property
+    def owns(self) -> bool:
+        """True for the copy of the owner, admitted or not, whatever its state."""
+        return self.kind is Kind.PRIMARY or (self.kind is Kind.CACHED and self.source is None)
+
+    @property
     def owned(self) -> bool:
-        """True if this node owns the segment, so that the directory node names it to readers: it has the primary copy,
-        or a copy that the policy did not admit."""
-        return self.state is State.READY and (
-            self.kind is Kind.PRIMARY or (self.kind is Kind.CACHED and self.source is None)
-        )
+        """True if this node owns the segment and can deliver it, so that the directory node names it to readers."""
+        return self.state is State.READY and self.owns
 
     def __repr__(self) -> str:
         return (

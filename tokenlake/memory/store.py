@@ -6,14 +6,13 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import islice
 from types import MappingProxyType
 
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
-from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory.changes import ChangeLog
-from tokenlake.memory.eviction import EvictionPolicy, LeastRecentlyUsed
-from tokenlake.memory.eviction.odds import Odds
+from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.models import Models
 from tokenlake.memory.pool import Budgets, SlotPool
 from tokenlake.memory.region import RegionShape, stride_of
 from tokenlake.memory.region_allocator import RegionAllocator
@@ -24,15 +23,14 @@ from tokenlake.memory.removals import (
     OPERATOR_RULE,
     POLICY_RULE,
     RECLAIMED_RULE,
-    Removal,
     RemovalLog,
 )
 from tokenlake.memory.segment import Kind, PoolId, Segment, State
 from tokenlake.memory.slot_table import Cursor, SlotTable
-from tokenlake.memory.vacancy import MAX_RETENTION_VALUE, Vacancy
+from tokenlake.memory.vacancy import Vacancy, vacancy_of
 from tokenlake.metrics import Counters, Metric
 from tokenlake.wire.codes import Code
-from tokenlake.wire.fields import MAX_SECONDS
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import SlotRef
 
 NOT_ADMITTED = Metric(
@@ -55,12 +53,8 @@ HEALED = Metric(
     "Segments of which a copy with wrong bytes was found here, and a sound copy came later",
 )
 
-MAX_VICTIM_SCAN = 64
-"""Maximum number of segments to examine to find the age of the segment that would be evicted next."""
 MAX_PRESSED = 64
 """Maximum number of pools to remember in which no slot was free."""
-MAX_LEARNED_POOLS = 64
-"""Maximum number of pools without memory whose statistics of the eviction policy are kept."""
 MAX_CORRUPT = 1 << 12
 """Maximum number of segments with wrong bytes to remember until a sound copy comes."""
 RECLAIM_SLOTS = 1024
@@ -69,18 +63,16 @@ RECLAIM_EVICTIONS = 128
 """Maximum number of segments that one call evicts to take away a region."""
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}
-_GONE = State.GONE
-"""A constant for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
+_GONE, _READY = State.GONE, State.READY
+_DIRTY, _CACHED, _PRIMARY = Kind.DIRTY, Kind.CACHED, Kind.PRIMARY
+"""Constants for speed: each access to a member of an enum takes Python 3.11 some 100 ns."""
 
 
 class SegmentStore:
     """The segments and slots of one node. All changes are synchronous: a reservation takes a slot, with an eviction if
     necessary, or is refused at once.
 
-    The store collects changes, which its caller takes: `NodeCore` empties `reissued` and `evicted`, the disk tier
-    (`core.disk`) `left` and `evictions`. `reissued`: slots with a new generation. `evicted`: copies that left and that
-    a directory node may still name: primary copies, cached copies without a known owner, and every copy with wrong
-    bytes.
+    Its caller takes after each event which segments left (`take_gone`) and which slots are new (`take_slots`).
     """
 
     def __init__(
@@ -91,34 +83,31 @@ class SegmentStore:
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         quotas: Mapping[str, float] = MappingProxyType({}),
-        removals: RemovalLog | None = None,
         *,
         made: bool = True,
     ) -> None:
         """`regions`, `region_bytes`, `quotas`, `made`: as of `RegionAllocator`. `policy`: makes the policy of eviction
-        of each pool. `removals`: where the store writes why segments left."""
+        of each pool."""
         self.regions = RegionAllocator(regions, region_bytes, quotas, made=made)
         """The memory of each tenant. Of other modules only `core.regions` changes it."""
-        self.opened: list[tuple[int, int, int]] = []
-        """Regions that got a tenant, as (region, bytes, bytes of a slot); the caller empties the list."""
-        self.reissued: list[SlotRef] = []
-        self.evicted: list[Segment] = []
         self.arrivals = 0
         """Number of segments that became READY so far."""
         self.on_arrival: Callable[[Segment], None] = lambda segment: None
         """Called with each segment that becomes READY."""
         self.spare: Callable[[TenantId, int], Segment | None] = lambda tenant, slot_bytes: None
         """Returns an unpinned primary copy, of this tenant and size, that is on disk too: memory evicts it first."""
-        self.left: list[Segment] = []
-        """Segments with an entry in the disk tier that left memory; the caller empties the list."""
-        self.evictions: dict[PoolId, int] = {}
-        """Number of segments that were evicted for want of memory, by pool; the caller empties the map."""
+        self.models = Models()
+        """The models of re-use by which the policies order primary copies."""
         self.changes = ChangeLog()
         """The log of the segments that became READY, and of those that left."""
+        self.removals = RemovalLog()
+        """Why segments left this node, or others that told it."""
+        self._gone: list[Segment] = []
+        self._opened: list[tuple[int, int, int]] = []
+        self._reissued: list[bytes] = []
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
-        self._removals = RemovalLog() if removals is None else removals
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[PoolId, SlotPool] = {}
         self._slots = SlotTable()
@@ -127,12 +116,19 @@ class SegmentStore:
         """Pools in which engines of this node wanted a slot and found none free."""
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
         """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
-        self._exchanging = 1
-        """Number of nodes that merge each other's statistics of the eviction policy."""
-        self._odds: dict[PoolId, Odds] = {}
-        """Models of re-use for pools that have no memory now."""
-        self._learned: dict[PoolId, bytes] = {}
-        """Statistics of the eviction policy for pools that have no memory now, the newest last."""
+
+    def take_gone(self) -> list[Segment]:
+        """Returns the segments that left by some rule since the last call (`Segment.left_by`), and others that left if
+        they are on disk."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def take_slots(self) -> tuple[list[tuple[int, int, int]], list[bytes]]:
+        """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot), and
+        slots with a new generation, each packed."""
+        opened, self._opened = self._opened, []
+        reissued, self._reissued = self._reissued, []
+        return opened, reissued
 
     # -- looking up
 
@@ -164,8 +160,8 @@ class SegmentStore:
             if self.regions.fits(tenant, slot_bytes) is None:
                 return None
             pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
-            pool.retention.restore(self._learned.pop(at, b""))
-            pool.retention.exchange_among(self._exchanging)
+            if pool.primary.odds is not None:
+                pool.primary.odds = self.models.of(at)
             self._grow(pool)
         return pool
 
@@ -180,7 +176,8 @@ class SegmentStore:
     def capacity(self, pool: PoolId) -> int:
         """Returns the number of slots of a pool: those of its regions and of the regions that it can still get. Raises
         KeyError for a pool that never had a region."""
-        return self._capacity(self._pools[pool])
+        known = self._pools[pool]
+        return known.slots + self.room(known)
 
     def unusable(self) -> int:
         """Returns the bytes of memory that can hold no segment: of regions, and what is left beside them and takes no
@@ -194,29 +191,12 @@ class SegmentStore:
         return wasted + (left if self._pools and left < least and not self.regions.making else 0)
 
     def vacancy(self, now: float) -> Vacancy:
-        """Returns how much room this node has: the share of its memory that is free and, over the primary copies that
-        its pools would evict next, the greatest time since the last access and the least retention value."""
-        total = self.regions.total
-        free = self.regions.free
-        age, retention_value = 0.0, MAX_RETENTION_VALUE
-        for pool in self._pools.values():
-            free += len(pool.free) * pool.slot_bytes
-            if not len(order := pool.retention):
-                continue
-            # The vacancy is computed for each answer to another node, so that it must not change the order of eviction:
-            # pinned segments are skipped and stay in the order. If the first `MAX_VICTIM_SCAN` segments are all pinned,
-            # the pool counts as one without a segment to evict.
-            victim: Segment | None = order.victim(now)
-            if victim is not None and victim.pins:
-                victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)
-            if victim is not None:
-                age = max(age, now - victim.touched)
-                retention_value = min(retention_value, order.retention_value(victim, now))
-        return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
+        """Returns how much room this node has; see `vacancy_of`."""
+        return vacancy_of(self.regions, self._pools.values(), now)
 
     def retention_value(self, segment: Segment, now: float) -> float:
         """Returns the value of keeping a READY primary copy; infinite for one that is in use."""
-        return math.inf if segment.excluded else self._pools[segment.pool].retention.retention_value(segment, now)
+        return math.inf if segment.excluded else self._pools[segment.pool].primary.retention_value(segment, now)
 
     # -- life of a segment
 
@@ -230,9 +210,12 @@ class SegmentStore:
         now: float,
         hints: Hints = NO_HINTS,
         parent: SegmentKey | None = None,
+        source: NodeId | None = None,
+        shards: int = 0,
     ) -> Segment | Code:
         """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
-        the reason of the refusal.
+        the reason of the refusal. `source`: the node that owns the segment, if not this one. `shards`: how many shards
+        are committed one by one (`commit_shards`).
 
         The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
         too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
@@ -244,16 +227,16 @@ class SegmentStore:
         if pool is None:
             self._press(PoolId(tenant, slot_bytes))
             return self.refusal(tenant, slot_bytes, Code.NO_REGION)
-        if kind is not Kind.PRIMARY:
+        if kind is not _PRIMARY:
             pool.use(1, now)
-        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(self._budgets.dirty, self._capacity(pool)):
+        if kind is _DIRTY and pool.counts[_DIRTY] >= pool.dirty_slots and not pool.may_write(self.room(pool)):
             return Code.WRITE_BUDGET
         if not pool.free:
             if self.regions.fits(tenant, slot_bytes) is not None:
                 self._grow(pool)
-            elif kind is not Kind.PRIMARY:
+            elif kind is not _PRIMARY:
                 self._press(pool.id)
-        if not pool.free and kind is Kind.DIRTY and self.regions.making and self.room(pool):
+        if not pool.free and kind is _DIRTY and self.regions.making and self.room(pool):
             # Memory is coming, so that no segment is evicted for want of it: the engine tries again.
             return Code.NO_REGION
         # Mostly one eviction is enough; the slot of a segment in a region that is being given away does not become
@@ -264,17 +247,20 @@ class SegmentStore:
                 return self.refusal(tenant, slot_bytes, Code.NO_SLOT)
             # The kind is PRIMARY for segments that another node hands over: they take the slot of a primary copy only
             # if the policy values them more. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
-            if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
+            if kind is victim.kind is _PRIMARY and not self._admits(pool, key, hints, now):
                 return Code.NOT_ADMITTED
             self._evict(victim, now)
         segment = Segment(pool.id, key, self._slots.next_generation(*pool.free.pop()), kind, depth, now)
         segment.pins = 1
         segment.hints = hints
         segment.parent = parent
+        segment.source = source
+        segment.missing_shards = (1 << shards) - 1
+        segment.checksums = bytes(CHECKSUM_BYTES * shards)
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
         self._slots.put(segment)
-        self.reissued.append(segment.place)
+        self._reissued.append(segment.packed)
         return segment
 
     def admits_primary(self, segment: Segment, now: float) -> bool:
@@ -284,29 +270,51 @@ class SegmentStore:
         free = bool(pool.free) or self.regions.fits(*pool.id) is not None
         return free or self._admits(pool, segment.key, segment.hints, now)
 
+    def commit_shards(self, segment: Segment, shards: Sequence[int], checksums: bytes) -> bool:
+        """Take over the checksums of shards of a segment that is being written, in order. Returns True once none is
+        missing."""
+        if len(checksums) == len(segment.checksums):
+            segment.checksums = checksums
+        else:
+            known = bytearray(segment.checksums)
+            for position, shard in enumerate(shards):
+                at = shard * CHECKSUM_BYTES
+                known[at : at + CHECKSUM_BYTES] = checksums[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
+            segment.checksums = bytes(known)
+        for shard in shards:
+            segment.missing_shards &= ~(1 << shard)
+        return not segment.missing_shards
+
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
         """Make a RESERVED segment READY, with its checksums. The caller's pin stays."""
-        assert segment.state is State.RESERVED
-        segment.state = State.READY
+        assert segment.state is not _READY
+        segment.state = _READY
         self.arrivals += 1
         self.on_arrival(segment)
-        self.changes.stored(segment)
+        self.changes.add(segment, True)
         segment.checksums = checksums
         self._pools[segment.pool].enter(segment, now)
         if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
             del self._corrupt[segment.tenant, segment.key]
             self._counters.add(HEALED)
 
-    def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
-        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin.
-        `evicted`: the policy keeps a ghost, because the segment left for want of memory."""
+    def discard(self, segment: Segment, now: float) -> None:
+        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin."""
+        self._take_out(segment, now, "")
+
+    def _take_out(self, segment: Segment, now: float, rule: str) -> None:
+        """Take the segment out of the index. `rule`: why, for the log of removals; empty for no reason that counts."""
         pool = self._pools[segment.pool]
-        if segment.state is State.READY:
-            pool.leave(segment, now, evicted)
-            self.changes.gone(segment)
-        if segment.disk >= 0:
-            self.left.append(segment)
-        segment.state = State.GONE
+        if rule:
+            segment.left_by = rule
+            self.removals.add(segment.tenant, segment.key, now, rule, "", max(0.0, now - segment.touched))
+        if rule or segment.disk >= 0:
+            self._gone.append(segment)
+        if segment.state is _READY:
+            # The policy keeps a ghost of one that left for want of memory, and of one that an operator evicted.
+            pool.leave(segment, now, bool(rule) and rule is not CORRUPT_RULE)
+            self.changes.add(segment, False)
+        segment.state = _GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
         if segment.pins:
@@ -317,17 +325,13 @@ class SegmentStore:
             self._free(pool, segment)
 
     def drop(self, segment: Segment, now: float) -> None:
-        """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins, and add it to
-        `evicted`."""
+        """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins."""
         self.found_corrupt(segment.tenant, segment.key)
-        self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
-        self.evicted.append(segment)
-        self.discard(segment, now)
+        self._take_out(segment, now, CORRUPT_RULE)
 
     def evict(self, segment: Segment, now: float) -> None:
         """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
-        self._log_removal(segment, now, OPERATOR_RULE)
-        self.discard(segment, now, evicted=True)
+        self._take_out(segment, now, OPERATOR_RULE)
 
     def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
         """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
@@ -341,13 +345,27 @@ class SegmentStore:
         if segment.kind is kind:
             return
         pool = self._pools[segment.pool]
-        if segment.state is State.READY:
+        if segment.state is _READY:
             pool.leave(segment, now)
         pool.counts[segment.kind] -= 1
         segment.kind = kind
         pool.counts[kind] += 1
-        if segment.state is State.READY:
+        if segment.state is _READY:
             pool.enter(segment, now)
+
+    def own(self, segment: Segment) -> None:
+        """This node owns a segment from now on. Its kind stays."""
+        segment.source = None
+
+    def disown(self, segment: Segment, owner: NodeId, now: float) -> None:
+        """Another node owns a segment of this node from now on: the copy here is a cached one."""
+        segment.source = owner
+        self.become(segment, Kind.CACHED, now)
+
+    def recall(self, segment: Segment, accesses: int, hints: Hints, now: float) -> None:
+        """Give a segment that is about to be read back from disk what is known of it there."""
+        segment.hints = segment.hints.merged_over(hints)
+        self._pools[segment.pool].primary.recall(segment.key, accesses, hints, now)
 
     def pin(self, *segments: Segment) -> None:
         """Keep the slots of the segments as they are until `unpin`, which each `pin` needs once."""
@@ -413,59 +431,13 @@ class SegmentStore:
             return None
         # Mostly a tenant has one pool. Segments with the same key have the same size.
         pools = (pool for pool in self._pools.values() if pool.tenant == tenant)
-        known = [access for pool in pools if (access := pool.retention.last_access(keys, now)) is not None]
+        known = [access for pool in pools if (access := pool.primary.last_access(keys, now)) is not None]
         return max(known, default=None, key=operator.itemgetter(0))
-
-    def learned(self) -> dict[PoolId, bytes]:
-        """Returns the statistics that the eviction policies of primary copies have learned, by pool, also of pools that
-        have no memory now."""
-        live = {at: pool.retention.save() for at, pool in self._pools.items()}
-        return {at: data for at, data in (self._learned | live).items() if data}
-
-    def odds(self, tenant: TenantId, slot_bytes: int) -> Odds:
-        """Returns the model of re-use of the primary copies of this tenant and size. Without memory for them it is the
-        model that they will begin with, or a new one where the policy has none."""
-        at = PoolId(tenant, slot_bytes)
-        if at in self._pools:
-            known = self._pools[at].retention.odds
-            if known is not None:
-                return known
-        odds = self._odds.get(at)
-        if odds is None:
-            odds = self._odds[at] = Odds()
-            if learned := self._learned.get(at):
-                odds.restore(learned)
-            while len(self._odds) > MAX_LEARNED_POOLS:
-                del self._odds[next(iter(self._odds))]
-        return odds
 
     def accesses(self, segment: Segment) -> int:
         """Returns the counted accesses of a segment of this node, also of one that was just evicted; at least 1."""
         pool = self._pools.get(segment.pool)
-        return 1 if pool is None else pool.retention.accesses(segment)
-
-    def exchange_among(self, nodes: int) -> None:
-        """Tell the eviction policies how many nodes, this one included, merge each other's statistics. A policy that
-        learns may adapt its rate to this number, because each node sees only a part of the requests."""
-        self._exchanging = nodes
-        for pool in self._pools.values():
-            pool.retention.exchange_among(nodes)
-
-    def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Merge the statistics of another node's store into the pools that are here as well. Raises ValueError for data
-        that an equal policy did not save."""
-        for at, data in learned.items():
-            if at in self._pools:
-                self._pools[at].retention.merge(data)
-
-    def restore_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Let pools that are made later begin with these statistics, which `learned` returned for an equal policy."""
-        for at, data in learned.items():
-            self._learned.pop(at, None)
-            self._learned[at] = data
-            self._odds.pop(at, None)
-            while len(self._learned) > MAX_LEARNED_POOLS:
-                del self._learned[next(iter(self._learned))]
+        return 1 if pool is None else pool.primary.accesses(segment)
 
     # -- regions
 
@@ -533,7 +505,6 @@ class SegmentStore:
         self.regions.give_up(pool.tenant, drained)
         if not pool.regions:
             del self._pools[pool.id]
-            self.restore_learned({pool.id: pool.retention.save()})
         return drained, 0
 
     def stop_draining(self, pool: SlotPool) -> None:
@@ -550,9 +521,6 @@ class SegmentStore:
             self._grow(pool)
 
     # -- inside
-
-    def _capacity(self, pool: SlotPool) -> int:
-        return pool.slots + self.room(pool)
 
     def room(self, pool: SlotPool) -> int:
         """Returns the number of slots that a pool can still get of the memory that no tenant has."""
@@ -572,13 +540,13 @@ class SegmentStore:
         slots = RegionShape(nbytes, pool.slot_bytes).slots
         self._slots.add_region(region, slots)
         pool.add_region(region, slots)
-        self.opened.append((region, nbytes, pool.slot_bytes))
+        self._opened.append((region, nbytes, pool.slot_bytes))
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
-        admitted = pool.retention.admits(key, hints, now)
+        admitted = pool.primary.admits(key, hints, now)
         if not admitted:
             self._counters.add(NOT_ADMITTED)
-            self._removals.add(pool.tenant, key, Removal(now, NOT_ADMITTED_RULE))
+            self.removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
@@ -588,11 +556,11 @@ class SegmentStore:
         other nodes hand over would evict those that the engines of this node read, and each read would transfer them
         again.
         """
-        room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
-        keep_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
-        expired = pool.retention.expired(now)
-        for victims in (Kind.PRIMARY, Kind.CACHED) if keep_cached or expired else (Kind.CACHED, Kind.PRIMARY):
-            on_disk = self.spare(*pool.id) if victims is Kind.PRIMARY and not expired else None
+        room = pool.cached_slots - pool.counts[_CACHED]
+        keep_cached = room > 0 if kind is _CACHED else room >= 0 and kind is _PRIMARY
+        expired = pool.primary.expired(now)
+        for victims in (_PRIMARY, _CACHED) if keep_cached or expired else (_CACHED, _PRIMARY):
+            on_disk = self.spare(*pool.id) if victims is _PRIMARY and not expired else None
             victim = on_disk or pool.victim(victims, now)
             if victim is not None:
                 return victim
@@ -606,18 +574,9 @@ class SegmentStore:
             in_use = any(child.pins for child in children)
             why = "reclaimed" if rule == RECLAIMED_RULE else "in_use" if in_use else segment.kind.name.lower()
             self._counters.add_for(ORPHANED, len(children), why)
-        self.evictions[segment.pool] = self.evictions.get(segment.pool, 0) + 1
-        if not rule and segment.kind is Kind.PRIMARY:
-            rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
-        self._log_removal(segment, now, rule or CACHED_RULE)
-        self.discard(segment, now, evicted=True)
-
-    def _log_removal(self, segment: Segment, now: float, rule: str) -> None:
-        """Log why a segment leaves, and put it in `evicted` if a directory node may name it."""
-        removal = Removal(now, rule, unused_s=max(0.0, now - segment.touched))
-        self._removals.add(segment.tenant, segment.key, removal)
-        if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):
-            self.evicted.append(segment)
+        if not rule and segment.kind is _PRIMARY:
+            rule = self._pools[segment.pool].primary.rule(segment) or POLICY_RULE
+        self._take_out(segment, now, rule or CACHED_RULE)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
@@ -625,7 +584,8 @@ class SegmentStore:
             segments = [s for s in self.segments() if s.pool == at]
             gone = [s for s in self._quarantine.values() if s.pool == at]
             pool.check_integrity(segments, gone)
-            pool.retention.check_integrity()
+            if isinstance(pool.primary, Forecast):
+                pool.primary.check_integrity()
         for tenant, index in self._index.items():
             for key, segment in index.items():
                 assert (segment.tenant, segment.key) == (tenant, key)
@@ -637,7 +597,7 @@ class SegmentStore:
 
 def _in_use(segment: Segment) -> bool:
     """Returns True if the segment is pinned or being written, so that its region cannot be given away."""
-    return segment.pins > 0 or segment.kind is Kind.DIRTY
+    return segment.pins > 0 or segment.kind is _DIRTY
 
 
 def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:

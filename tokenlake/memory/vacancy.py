@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
+
+from tokenlake.memory.pool import SlotPool
+from tokenlake.memory.region_allocator import RegionAllocator
+from tokenlake.memory.segment import Segment
+from tokenlake.wire.fields import MAX_SECONDS
 
 MAX_RETENTION_VALUE = 1e9
 """Retention value that stands for "no segment can be evicted"."""
@@ -19,6 +26,8 @@ VALUE_CLEAR, AGE_CLEAR = math.log(8.0), math.log(1.3)
 would evict next, and of their ages. The ratio of values is large, because learned statistics can make one such segment
 several times as valuable as another although neither node is fuller."""
 _MIN_RETENTION_VALUE = 1e-12
+MAX_VICTIM_SCAN = 64
+"""Maximum number of segments to examine to find the age of the segment that would be evicted next."""
 
 
 class Vacancy(NamedTuple):
@@ -56,3 +65,23 @@ def _log_ratio(a: float, b: float) -> float:
 
 
 UNKNOWN_VACANCY = Vacancy(0.0, 0.0, MAX_RETENTION_VALUE)
+
+
+def vacancy_of(regions: RegionAllocator, pools: Iterable[SlotPool], now: float) -> Vacancy:
+    """Returns the vacancy of a node: the share of its memory that is free and, over the primary copies that its pools
+    would evict next, the greatest time since the last access and the least retention value."""
+    free, age, retention_value = regions.free, 0.0, MAX_RETENTION_VALUE
+    for pool in pools:
+        free += len(pool.free) * pool.slot_bytes
+        if not len(order := pool.primary):
+            continue
+        # The vacancy is computed for each answer to another node, so that it must not change the order of eviction:
+        # pinned segments are skipped and stay in the order. If the first `MAX_VICTIM_SCAN` segments are all pinned, the
+        # pool counts as one without a segment to evict.
+        victim: Segment | None = order.victim(now)
+        if victim is not None and victim.pins:
+            victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)
+        if victim is not None:
+            age = max(age, now - victim.touched)
+            retention_value = min(retention_value, order.retention_value(victim, now))
+    return Vacancy(free / regions.total if regions.total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)

@@ -83,8 +83,8 @@ class StudiedStore:
         before = self._parents[segment]
         parent = self._keys[before] if before >= 0 else None
         made = self.store.reserve(_TENANT, _SLOT_BYTES, self._keys[segment], Kind.PRIMARY, depth, now, hints, parent)
-        self.store.reissued.clear()
-        self.store.evicted.clear()
+        self.store.take_gone()
+        self.store.take_slots()
         return made if isinstance(made, Segment) else None
 
 

@@ -20,6 +20,7 @@ WHEELS: Final = (
     "pycparser",
     "pygments",
     "rich",
+    "sortedcontainers",
     "uvloop",
     "xxhash",
     "zstandard",

@@ -14,7 +14,7 @@ from tokenlake.config import Disk, ServerConfig
 from tokenlake.core import events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import AbortFetch, DiskErase, DiskForget, DiskRead, DiskTrim, DiskWrite, Saved
-from tokenlake.disk.tier import SlabUse
+from tokenlake.disk.slab import SlabUse
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Level, Metric
 from tokenlake_server.disk.device import Device, DeviceState, Surroundings

@@ -412,7 +412,7 @@ def test_a_late_report_leaves_a_new_entry() -> None:
     assert match(cluster, reader, [key]).hits == 1
     owner = cluster.core(1)
     owner.store.drop(copies(cluster, key)[1], cluster.clock.now)
-    owner.store.evicted.clear()
+    owner.store.take_gone()
     cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
     cluster.run_for(0.1)
     assert core._directory_node.recorded_owner(TenantId("red"), key) is None

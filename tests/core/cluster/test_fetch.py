@@ -209,7 +209,7 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
     tell(cluster, reader.processes[0], engine.Release(((tail.lease, 0, 2),)))
     pool = cluster.core(2).store.pool(*copies(cluster, keys[3])[2].pool)
     assert pool is not None
-    assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.budget(pool.budgets.cached, pool.slots))
+    assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.cached_slots)
 
     whole = match(cluster, reader, keys)
     assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])

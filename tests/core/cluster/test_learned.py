@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.core.scenes import calm
 from tests.sim import arena
 from tokenlake.core import NodeCore, events, instructions
@@ -13,22 +11,11 @@ from tokenlake.core.context import Context, CoreConfig
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, PoolId, Segment, SegmentStore
-from tokenlake.memory import store as store_module
-from tokenlake.memory.eviction import Forecast
-from tokenlake.metrics import Counters
+from tokenlake.memory import Kind, PoolId, Segment
 from tokenlake.wire import peer
 
 RED = TenantId("red")
 SLOT_BYTES = 1024
-
-
-def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
-    store = SegmentStore(0, 4096, Budgets(), Counters(), Forecast)
-    learned = Forecast().save()
-    store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
-    assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
 
 
 def test_nodes_exchange_their_statistics() -> None:
@@ -46,11 +33,11 @@ def test_nodes_exchange_their_statistics() -> None:
         stores[0].touch([segment], 30.0 * number)
     stores[0].unpin(segment)
     key = SegmentKey(b"n" * 32)
-    before = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
+    before = pools[1].primary.retention_value_of_new(key, NO_HINTS, 1e5)
     cluster.run_for(3 * SEND_S)
-    assert [pool.retention._policy._odds.nodes for pool in pools if pool is not None] == [2, 2]  # type: ignore[attr-defined]
-    seen = pools[0].retention.retention_value_of_new(key, NO_HINTS, 1e5)
-    heard = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
+    assert [pool.primary.odds.nodes for pool in pools if pool is not None and pool.primary.odds] == [2, 2]
+    seen = pools[0].primary.retention_value_of_new(key, NO_HINTS, 1e5)
+    heard = pools[1].primary.retention_value_of_new(key, NO_HINTS, 1e5)
     assert heard != before
     assert abs(heard - seen) < abs(before - seen)
 
@@ -63,17 +50,18 @@ def test_malformed_statistics_of_another_node_are_not_used() -> None:
     core.store.publish(segment, b"", 0.0)
     for number in range(120):
         core.store.touch([segment], 30.0 * number)
-    learned = core.store.learned()
+    learned = core.store.models.save()
     for tenant in ("red", "blue"):
         core.handle(events.PeerSent("b", peer.EvictionStatistics(((tenant, SLOT_BYTES, b"x"),))), 1e6)
-        assert core.store.learned() == learned
+        assert core.store.models.save() == learned
 
 
 def test_every_peer_is_sent_every_pool() -> None:
     context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1, "c": 1}), 2, 8 * SLOT_BYTES))
     peers = Peers(context, *4 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
-    context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
+    for tenant in tenants:
+        context.store.models.of(PoolId(tenant, SLOT_BYTES))
     sent: dict[str, set[str]] = {"b": set(), "c": set()}
     for node in sent:
         peers.came_up(NodeId(node), Incarnation(1))

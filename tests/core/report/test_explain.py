@@ -28,7 +28,7 @@ from tokenlake.core.report import explain
 from tokenlake.core.report.account import ENGINE_HAD
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Kind
-from tokenlake.memory.removals import MAX_REMOVALS, Removal, RemovalLog
+from tokenlake.memory.removals import MAX_REMOVALS, RemovalLog
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import Funnel, MissReason
 from tokenlake.wire.slots import join_keys
@@ -352,7 +352,7 @@ def test_trails_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer(cluster, reader.processes[0], engine.Explain, "r0").funnel is None
     history = RemovalLog()
     for index in range(MAX_REMOVALS + 2):
-        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Removal(float(index), "lru"))
+        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), float(index), "lru")
     assert len(history) == MAX_REMOVALS
     assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
 

@@ -159,8 +159,7 @@ class Handover:
             # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
             for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
                 if code == Code.COMMITTED and segment.owned:
-                    segment.source = node
-                    self._context.store.become(segment, Kind.CACHED, self._context.now)
+                    self._context.store.disown(segment, node, self._context.now)
                     self._context.counters.add(HANDED_OVER)
                     self.on_taken(node, segment)
         done()
@@ -226,7 +225,7 @@ class Handover:
         COMMITTED, or LOST if it cannot be one."""
         if segment.state is not State.READY or segment.kind not in (Kind.PRIMARY, Kind.CACHED):
             return Code.LOST
-        segment.source = None
+        self._context.store.own(segment)
         self._context.store.become(segment, Kind.PRIMARY, self._context.now)
         return Code.COMMITTED
 

@@ -37,9 +37,9 @@ class Learned:
 
     def _send(self) -> None:
         reachable = [peer.node for peer in self._peers if peer.reachable]
-        self._context.store.exchange_among(1 + len(reachable))
+        self._context.store.models.exchange_among(1 + len(reachable))
         # Without a reachable peer the statistics need not be collected.
-        learned = self._context.store.learned() if reachable else {}
+        learned = self._context.store.models.save() if reachable else {}
         pools = [(tenant, size, data) for (tenant, size), data in learned.items()]
         if pools:
             node = reachable[self._sent % len(reachable)]
@@ -54,9 +54,7 @@ class Learned:
         """Merge the statistics of another node. Statistics of another version are ignored, and noted in the log
         once."""
         try:
-            self._context.store.merge_learned(
-                {PoolId(TenantId(name), size): data for name, size, data in message.pools}
-            )
+            self._context.store.models.merge({PoolId(TenantId(name), size): data for name, size, data in message.pools})
         except ValueError as error:
             if not self._noted:
                 self._context.emit(Note(f"eviction statistics of another node are not used: {error}"))

@@ -83,8 +83,7 @@ class Ownership:
                 # the end of the read on.
                 if segment.kind is _PRIMARY:
                     self.on_taken(NodeId(owner), segment)
-                segment.source = NodeId(owner)
-                self._context.store.become(segment, _CACHED, self._context.now)
+                self._context.store.disown(segment, NodeId(owner), self._context.now)
                 self._context.counters.add(DUPLICATES)
 
     def owner_lost(self, peer: Peer) -> None:
@@ -115,7 +114,7 @@ class Ownership:
         by_tenant: dict[TenantId, list[Segment]] = {}
         for segment in segments:
             if segment.kind is _CACHED and segment.state is State.READY:
-                segment.source = None
+                self._context.store.own(segment)
                 by_tenant.setdefault(segment.tenant, []).append(segment)
         for tenant, its_segments in by_tenant.items():
             self.committed(tenant, sorted(its_segments, key=lambda segment: segment.depth))

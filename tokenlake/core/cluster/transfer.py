@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenlake.disk.tier import Slab
+from tokenlake.disk.slab import Slab
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment
 from tokenlake.metrics import Metric

@@ -134,16 +134,22 @@ class Transfers:
                 refused.append((on_arrival, Code.LOST))
                 continue
             segment = self._context.store.reserve(
-                tenant, slot_bytes, key, kind, depth, self._context.now, hints or NO_HINTS
+                tenant,
+                slot_bytes,
+                key,
+                kind,
+                depth,
+                self._context.now,
+                hints or NO_HINTS,
+                source=None if from_disk or kind is not Kind.CACHED else node,
             )
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
                 continue
             if from_disk:
-                self._reads.recall(segment, entry)
+                note = self._context.disk.note(entry)
+                self._context.store.recall(segment, note.accesses, note.hints, self._context.now)
                 transfer.places.append(self._context.disk.begin_read(entry))
-            else:
-                segment.source = node if kind is Kind.CACHED else None
             self._waiters[segment] = [on_arrival]
             transfer.segments.append(segment)
         if transfer.segments and from_disk:

@@ -175,7 +175,7 @@ class Touches:
         self._context.store.hint(here, hints, self._context.now)
         on_disk = self._context.on_disk(tenant, keys, found)
         for entry in on_disk.values():
-            self._context.disk.hint(entry, hints, self._context.now)
+            self._context.disk.hint(entry, hints)
         report = _Report(hints, used=False, relayed=False)
         self._report_copies(here, report)
         absent = [keys[at] for at, segment in enumerate(found) if segment is None and at not in on_disk]
@@ -203,7 +203,7 @@ class Touches:
             if message.used:
                 self._context.disk.touch(entry, message.hints, self._context.now)
             elif message.hints is not None:
-                self._context.disk.hint(entry, message.hints, self._context.now)
+                self._context.disk.hint(entry, message.hints)
         if not message.relayed:
             report = _Report(message.hints, message.used, relayed=True)
             self._report_copies([segment for segment in reversed(found) if segment is not None], report)

@@ -117,12 +117,17 @@ class Writes:
             if store.pool(session.tenant, session.slot_bytes) is not None:
                 return Code.SESSION_LIMIT
             return store.refusal(session.tenant, session.slot_bytes, Code.NO_REGION)
-        now = self._context.now
-        segment = store.reserve(session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, now, hints, parent)
-        if isinstance(segment, Segment):
-            segment.missing_shards = (1 << session.shards) - 1
-            segment.checksums = bytes(CHECKSUM_BYTES * session.shards)
-        return segment
+        return store.reserve(
+            session.tenant,
+            session.slot_bytes,
+            key,
+            Kind.DIRTY,
+            depth,
+            self._context.now,
+            hints,
+            parent,
+            shards=session.shards,
+        )
 
     def attach(self, process: Process, request: wire.Attach) -> None:
         """Let another process of the session fill shards of a write: the slots stay pinned until it gives them back as
@@ -165,11 +170,9 @@ class Writes:
             if segment is None or len(checksums) != per_segment:
                 codes.append(Code.EXPIRED)
                 continue
-            segment.checksums = _with_checksums(segment.checksums, shards, checksums)
-            for shard in shards:
-                segment.missing_shards &= ~(1 << shard)
-            codes.append(Code.RESERVED if segment.missing_shards else Code.COMMITTED)
-            if segment.missing_shards:
+            committed = self._context.store.commit_shards(segment, shards, checksums)
+            codes.append(Code.COMMITTED if committed else Code.RESERVED)
+            if not committed:
                 self._grants.filled(write, process.connection, index)
             else:
                 self._context.store.publish(segment, segment.checksums, self._context.now)
@@ -188,14 +191,3 @@ class Writes:
         write = process.session.writes.get(WriteId(request.write))
         if write is not None:
             self._grants.give_back(process.session, write, process.connection)
-
-
-def _with_checksums(known: bytes, shards: list[int], new: bytes) -> bytes:
-    """Returns the checksums `known` of a segment's shards, with those of `shards` replaced by `new`, in order."""
-    if len(new) == len(known):
-        return new
-    merged = bytearray(known)
-    for position, shard in enumerate(shards):
-        at = shard * CHECKSUM_BYTES
-        merged[at : at + CHECKSUM_BYTES] = new[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
-    return bytes(merged)

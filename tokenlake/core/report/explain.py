@@ -296,7 +296,7 @@ class Explain:
         """Record the rule by which segments, whose directory node is this one, left `node`."""
         if message.rule:
             for key in keys:
-                self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, node))
+                self._context.removals.add(tenant, key, self._context.now, message.rule, node)
 
     # -- answers
 

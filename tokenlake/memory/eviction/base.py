@@ -1,5 +1,6 @@
 """The interface of an eviction policy: it orders segments; the store decides when one is evicted, and passes over
-pinned ones."""
+pinned ones. A node has `Forecast` for primary copies and `LeastRecentlyUsed` for the others; `bench eviction` and tests
+put others in the place of `Forecast`."""
 
 from __future__ import annotations
 
@@ -25,6 +26,10 @@ class EvictionPolicy(ABC):
     first `insert`, and each `touch`; the caller touches the deepest segment of a prompt first. A policy writes
     `touched` and `policy_state` of the segments in its order, and no other field.
     """
+
+    odds: Odds | None = None
+    """The model of re-use that the policy learns; None for a policy that learns nothing. The store replaces it before
+    the first `insert`, and saves and merges it."""
 
     @abstractmethod
     def insert(self, segment: Segment, now: float) -> None:
@@ -52,6 +57,9 @@ class EvictionPolicy(ABC):
         """Yields the segments approximately in the order in which they would be evicted, as of the last call that
         passed `now`."""
 
+    def resize(self, slots: int) -> None:  # noqa: B027  most policies have no limits
+        """Set the number of slots in which segments of this order may be."""
+
     def follow(self, segment: Segment, child: Segment) -> bool:
         """Let `segment` stay as long as `child`, which continues its prompt: a request that uses the child uses it too.
         Both are in order. This counts as no access. Returns False if its place in the order stays the same."""
@@ -64,6 +72,20 @@ class EvictionPolicy(ABC):
         """Returns the value, at least 0, of keeping `segment`, which this order contains: a segment of greater value
         stays longer. Values of different nodes can be compared, because all nodes have the same policy."""
         return 1.0 / (1.0 + max(0.0, now - segment.touched))
+
+    def rank(self, segment: Segment, now: float) -> tuple[int, float, float]:
+        """Returns a rank by which segments in order can be compared: those of a lower rank leave first."""
+        return 0, self.retention_value(segment, now), segment.touched
+
+    def expired(self, now: float) -> bool:
+        """Returns True if some segment should leave although memory has others of less use, cached copies included,
+        because its time to live has passed."""
+        return False
+
+    def rule(self, segment: Segment) -> str:
+        """Returns the name of the rule by which `segment`, which is in order, would be evicted; empty for the order of
+        retention values."""
+        return ""
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """Returns the value of keeping a segment that would be stored now. A policy that remembers evicted segments
@@ -81,11 +103,6 @@ class EvictionPolicy(ABC):
         evicted or refused; None without one."""
         return None
 
-    @property
-    def odds(self) -> Odds | None:
-        """The model of re-use that the policy learns; None for a policy that learns nothing."""
-        return None
-
     def accesses(self, segment: Segment) -> int:
         """Returns the counted accesses of a segment, in order or not, as far as the policy knows; at least 1."""
         return 1
@@ -93,27 +110,3 @@ class EvictionPolicy(ABC):
     def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:  # noqa: B027
         """Take note that a segment, which comes back from disk and is not in order, had so many accesses, the last one
         with these hints. Has no effect if the policy remembers the segment, or counts no accesses."""
-
-    def save(self) -> bytes:
-        """Returns the statistics that the policy has learned, encoded, without anything about single segments; empty
-        for a policy that learns nothing."""
-        return b""
-
-    def exchange_among(self, nodes: int) -> None:  # noqa: B027  most policies learn nothing
-        """Set how many nodes, this one included, merge each other's statistics, each of which sees a part of the
-        requests."""
-
-    def merge(self, learned: bytes) -> None:
-        """Take over half of the difference to the statistics that an equal policy saved on another node. Raises
-        ValueError for data that is no such thing; nothing is changed then."""
-        _refuse(learned)
-
-    def restore(self, learned: bytes) -> None:
-        """Begin with the statistics that an equal policy saved, before the first `insert`; empty data changes nothing.
-        Raises ValueError for data that is no such thing; nothing is changed then."""
-        _refuse(learned)
-
-
-def _refuse(learned: bytes) -> None:
-    if learned:
-        raise ValueError("this policy learns nothing, so these are the statistics of another policy")

@@ -1,27 +1,39 @@
-"""The learned policy, which forecasts re-use. The segments that one request accessed together mostly are accessed again
-together, or not at all. A model (`odds.py`) predicts how soon from the history of the request: how much of its prompt
-was found, which turn of a conversation it is, how long ago the turn before was, how often the segments were accessed.
+"""The policy of primary copies, which forecasts re-use. The segments that one request accessed together mostly are
+accessed again together, or not at all. A model (`odds.py`) predicts how soon from the history of the request: how much
+of its prompt was found, which turn of a conversation it is, how long ago the turn before was, how often the segments
+were accessed. Hints of priority and time to live come before the forecast.
 
 ::
 
-    heap        cohorts with segments here, by retention value at their age; within one the deepest segment leaves first
+    leaves first                                                      leaves last
+    | EXPIRED | LOW      | NORMAL: by forecast | HIGH: bounded |
+      ttl_s     priority                         priority 1, at most HIGH_SHARE of the slots and HIGH_S since the
+      passed    -1                               last access; then NORMAL
+
+    order       cohorts with segments here, by tier, then by retention value at their age; within one the deepest
+                segment leaves first
     ghosts      records of segments that were evicted or refused (`records.py`): the model learns from them too, and
                 knows a segment that comes back
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tokenlake.hints import AccessRecord, Hints
+from sortedcontainers import SortedDict
+
+from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.memory.eviction.base import SAME_ACCESS_S, EvictionPolicy
 from tokenlake.memory.eviction.odds import AGES, EDGES, Features, Odds
-from tokenlake.memory.eviction.records import GHOSTS_EACH, LEAST_GHOSTS, Cohort, Ghosts, Record
+from tokenlake.memory.eviction.records import GHOSTS_EACH, LEAST_GHOSTS, Cohort, Ghosts, Record, Tier
 from tokenlake.memory.segment import Segment
 
+HIGH_SHARE = 0.2
+"""Maximum share of a pool's slots for segments of high priority. Beyond it the least recently used of them gets normal
+priority."""
 LEARN_EVERY = 8
 """Number of different times of accesses after which the model learns from the observed re-use."""
 
@@ -43,21 +55,36 @@ class Forecast(EvictionPolicy):
         """Time in seconds of the last access of any segment."""
         self._moments = 0
         """Number of different times at which segments were accessed."""
-        self._odds = Odds()
-        self._heap: list[tuple[float, float, int, int, Cohort]] = []
-        """Heap of cohorts, the one to evict from next first: (retention value, time of its access, number of the
-        cohort, number of the heap entry, cohort)."""
-        self._live = 0
-        """Number of cohorts with stored segments."""
+        self.odds: Odds = Odds()
+        self._order: SortedDict[tuple[Tier, float, float, int], Cohort] = SortedDict()
+        """The cohorts with segments by `Cohort.place`, the one to evict from next first."""
+        self._first: Cohort | None = None
+        """The first of them, once it was looked for."""
+        self._changes: SortedDict[tuple[float, int], Cohort] = SortedDict()
+        """By time in seconds and number: the cohorts in order that get another tier then, because their time to live or
+        their high priority ends."""
+        self._high: SortedDict[int, Cohort] = SortedDict()
+        """The cohorts in order of high priority, by number: in the order of their access."""
+        self._high_size = 0
+        """Number of their segments."""
+        self._high_most = 2
+        """Limit of that number."""
         self._ages: list[deque[Cohort]] = [deque() for _ in range(AGES - 1)]
-        self._newest: dict[Features, Cohort] = {}
-        """Cohorts that further segments of the same request still join, by their features: the segments of a request
+        self._newest: dict[tuple[float, ...], Cohort] = {}
+        """Cohorts that further segments of the same request still join, by their names: the segments of a request
         come one by one."""
         self._newest_since = 0.0
+        self._hints = NO_HINTS
+        self._by_accesses: dict[int, Cohort] = {}
+        """Those of the newest cohorts that segments with the hints `_hints` join, by the accesses of the segment."""
         self._cohorts = 0
         """Number of cohorts made so far."""
-        self._next_aging = float("inf")
+        self._next_aging = math.inf
         """Time in seconds at which the next cohort reaches its next bucket of age."""
+
+    def resize(self, slots: int) -> None:
+        """Set the number of slots that the share of segments of high priority is of; see `EvictionPolicy`."""
+        self._high_most = max(2, math.ceil(HIGH_SHARE * slots))
 
     # -- segments
 
@@ -66,7 +93,8 @@ class Forecast(EvictionPolicy):
         cohort. See `EvictionPolicy`."""
         now = self._advance(now)
         if isinstance(segment.policy_state, Record):
-            self._enter(segment, segment.policy_state, again=True)
+            # Its priority and time to live may have come meanwhile.
+            self._enter(segment, segment.policy_state, again=not (segment.hints.priority or segment.hints.ttl_s))
             return
         ghost = self._ghosts.pop(segment.key, None)
         record = segment.policy_state = Record(now) if ghost is None else ghost
@@ -87,16 +115,18 @@ class Forecast(EvictionPolicy):
         record = self._record(segment)
         if cohort is None or cohort is record.cohort:
             return False
+        touched = segment.touched
         self._leave(segment)
         self._leave_cohort(record)
         cohort.unused += 1
         record.cohort = cohort
         self._enter(segment, record, again=True)
+        segment.touched = touched
         return True
 
     def hints_changed(self, segment: Segment, now: float) -> None:
         """Move `segment` to a new cohort when its hints change, because the request that sent the hints used the
-        segment until now; see `EvictionPolicy`."""
+        segment until now: its time to live begins anew. See `EvictionPolicy`."""
         self._advance(now)
         self._enter(segment, self._leave(segment))
 
@@ -109,12 +139,14 @@ class Forecast(EvictionPolicy):
             self._add_ghost(segment.key, record, segment.hints, now)
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """Returns True if the retention value of a new segment is at least that of the segment that would be evicted
-        for it; otherwise the refusal is recorded like an access. See `EvictionPolicy`."""
+        """Returns True for a segment of high priority, where the next victim is of low priority or its time to live has
+        passed, and where the retention value of the new segment is at least that of the victim; otherwise the refusal
+        is recorded like an access. See `EvictionPolicy`."""
         now = self._advance(now)
-        if not self._size or self.retention_value_of_new(key, hints, now) >= self.retention_value(
-            self.victim(now), now
-        ):
+        if not self._size or hints.priority > 0:
+            return True
+        next_one = self._next()
+        if next_one.tier < Tier.NORMAL or self.retention_value_of_new(key, hints, now) >= next_one.value:
             return True
         ghost = self._ghosts.pop(key, None)
         record = Record(now) if ghost is None else ghost
@@ -131,23 +163,40 @@ class Forecast(EvictionPolicy):
     # -- the order
 
     def victim(self, now: float) -> Segment:
-        """Returns the deepest segment of the cohort with the least retention value; see `EvictionPolicy`."""
+        """Returns the deepest segment of the cohort that leaves first; see `EvictionPolicy`."""
         self._advance(now)
-        self._drop_void()
-        if not self._heap:
+        if not self._size:
             raise KeyError("no segment")
-        return self._heap[0][-1].deepest()
+        return self._next().deepest()
+
+    def expired(self, now: float) -> bool:
+        """Returns True if the time to live of some segment in order has passed; see `EvictionPolicy`."""
+        self._advance(now)
+        return self._size > 0 and self._next().tier is Tier.EXPIRED
+
+    def rule(self, segment: Segment) -> str:
+        """Returns the name of the rule by which `segment` would be evicted, if that is not the forecast; see
+        `EvictionPolicy`."""
+        return _RULES.get(self._cohort(segment).tier, "")
+
+    def rank(self, segment: Segment, now: float) -> tuple[int, float, float]:
+        """Returns (tier, retention value, time of the last access); see `EvictionPolicy`."""
+        cohort = self._cohort(segment)
+        return cohort.tier, self.retention_value(segment, now), segment.touched
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """Returns the predicted accesses of `segment` per second; see `EvictionPolicy`."""
+        """Returns the predicted accesses of `segment` per second: for high priority those of a new segment, before the
+        tier NORMAL none. See `EvictionPolicy`."""
         self._advance(now)
-        cohort = self._record(segment).cohort
-        assert cohort is not None
-        return cohort.retention_value[cohort.age]
+        return self._cohort(segment).value
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """Returns the predicted accesses per second of a segment that would be stored now; see `EvictionPolicy`."""
-        return self._odds.retention_value(self._odds.features(self._accesses_of_new(key), hints))[0]
+        if hints.priority < 0:
+            return 0.0
+        ghost = self._ghosts.get(key)
+        accesses = ghost.accesses + 1 if ghost is not None else 1
+        return self.odds.retention_value(self.odds.features(accesses, hints))[0]
 
     def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """Returns (index, last access record, seconds since then) of the last of `keys` that has a ghost, the record of
@@ -159,20 +208,8 @@ class Forecast(EvictionPolicy):
         return None
 
     def __iter__(self) -> Iterator[Segment]:
-        # The heap is read from its root downwards and not changed, because callers look only at the first few segments.
-        frontier = [(entry, 0) for entry in self._heap[:1]]
-        while frontier:
-            (*_, number, cohort), at = heapq.heappop(frontier)
-            if number == cohort.heap_entry:
-                yield from cohort.deepest_first()
-            for child in (2 * at + 1, 2 * at + 2):
-                if child < len(self._heap):
-                    heapq.heappush(frontier, (self._heap[child], child))
-
-    @property
-    def odds(self) -> Odds:
-        """The model; see `EvictionPolicy`."""
-        return self._odds
+        for cohort in self._order.values():
+            yield from cohort.deepest_first()
 
     def accesses(self, segment: Segment) -> int:
         """Returns the counted accesses of a segment; see `EvictionPolicy`."""
@@ -190,38 +227,31 @@ class Forecast(EvictionPolicy):
             record.accesses = accesses
             self._add_ghost(key, record, hints, now)
 
-    def save(self) -> bytes:
-        """Returns the statistics of the model, encoded; see `EvictionPolicy`."""
-        return self._odds.save()
-
-    def exchange_among(self, nodes: int) -> None:
-        """Set the number of nodes that merge each other's statistics, this one included; see `EvictionPolicy`."""
-        self._odds.nodes = nodes
-
-    def merge(self, learned: bytes) -> None:
-        """Take over half of the difference to the statistics of another node; cohorts that exist keep their values. See
-        `EvictionPolicy`."""
-        self._odds.merge(learned)
-
-    def restore(self, learned: bytes) -> None:
-        """Begin with saved statistics; see `EvictionPolicy`."""
-        if learned:
-            self._odds.restore(learned)
-
     # -- inside
+
+    def _next(self) -> Cohort:
+        """Returns the cohort to evict from next; there must be one."""
+        if self._first is None:
+            self._first = self._order.peekitem(0)[1]
+        return self._first
 
     def _count_access(self, record: Record, now: float) -> None:
         """Count an access of the segment of `record`. If the record is in a cohort, the access is a re-use, and the
         record leaves the cohort."""
-        if record.cohort is not None:
-            self._used_again(record)
+        cohort = record.cohort
+        if cohort is not None:
+            cohort.used += 1
+            cohort.unused -= 1
+            record.cohort = None
+            if not cohort.unused and cohort.age < AGES - 1:
+                self.odds.add(cohort.features, cohort.age, 1.0, cohort.members)
         record.accesses += 1
         record.counted = now
         if now > self._last_moment:
             self._last_moment = now
             self._moments += 1
             if self._moments % LEARN_EVERY == 0:
-                self._odds.learn()
+                self.odds.learn()
 
     @staticmethod
     def _record(segment: Segment) -> Record:
@@ -230,9 +260,11 @@ class Forecast(EvictionPolicy):
         assert isinstance(record, Record)
         return record
 
-    def _accesses_of_new(self, key: SegmentKey) -> int:
-        ghost = self._ghosts.get(key)
-        return ghost.accesses + 1 if ghost is not None else 1
+    def _cohort(self, segment: Segment) -> Cohort:
+        """Returns the cohort of a segment in order."""
+        cohort = self._record(segment).cohort
+        assert cohort is not None
+        return cohort
 
     def _add_ghost(self, key: SegmentKey, record: Record, hints: Hints, now: float) -> None:
         record.access = hints.access
@@ -253,50 +285,67 @@ class Forecast(EvictionPolicy):
         cohort = record.cohort
         if not again or cohort is None:
             if cohort is not None:
-                self._leave_cohort(record)
+                cohort.unused -= 1
             cohort = self._join_cohort(record, segment.hints)
         if not cohort.here:
-            self._live += 1
-            self._push(cohort)
-        cohort.enter(segment, record)
+            self._put(cohort)
+        cohort.here[segment] = record
+        cohort.order = None
         self._size += 1
+        if cohort.priority > 0 and cohort.tier is Tier.HIGH:
+            self._high_size += 1
+            if self._high_size > self._high_most:
+                self._lower_one()
 
     def _leave(self, segment: Segment) -> Record:
         """Take the segment out of the order. Returns its record, which stays in its cohort."""
-        record = self._record(segment)
+        record = segment.policy_state
+        assert isinstance(record, Record)
         cohort = record.cohort
         assert cohort is not None
+        if cohort.priority > 0 and cohort.tier is Tier.HIGH:
+            self._high_size -= 1
         del cohort.here[segment]
         if not cohort.here:
-            self._live -= 1
-            cohort.heap_entry += 1
+            self._take(cohort)
         self._size -= 1
         return record
 
-    def _drop_void(self) -> None:
-        """Drop void entries (of a cohort that has a newer entry) from the top of the heap, so that the first entry is
-        valid."""
-        while self._heap and self._heap[0][3] != self._heap[0][4].heap_entry:
-            heapq.heappop(self._heap)
+    def _put(self, cohort: Cohort) -> None:
+        """Put a cohort in order, by its tier and its retention value of now."""
+        self._first = None
+        ends = cohort.place_at(self._now)
+        self._order[cohort.place] = cohort
+        if ends < math.inf:
+            cohort.changes = ends, cohort.number
+            self._changes[cohort.changes] = cohort
+        if cohort.tier is Tier.HIGH:
+            self._high[cohort.number] = cohort
+            self._high_size += len(cohort.here)
 
-    def _push(self, cohort: Cohort) -> None:
-        cohort.heap_entry += 1
-        # Of cohorts with equal value the older one is evicted first, and of one request's cohorts the one made first,
-        # which has the deeper segments.
-        heapq.heappush(
-            self._heap, (cohort.retention_value[cohort.age], cohort.at, cohort.number, cohort.heap_entry, cohort)
-        )
-        if len(self._heap) > 4 * self._live + 256:
-            self._heap = [entry for entry in self._heap if entry[3] == entry[4].heap_entry]
-            heapq.heapify(self._heap)
+    def _take(self, cohort: Cohort) -> None:
+        """Take a cohort out of the order."""
+        self._first = None
+        del self._order[cohort.place]
+        if cohort.changes is not None:
+            del self._changes[cohort.changes]
+            cohort.changes = None
+        if cohort.tier is Tier.HIGH:
+            del self._high[cohort.number]
+            self._high_size -= len(cohort.here)
 
-    def _used_again(self, record: Record) -> None:
+    def _lower_one(self) -> None:
+        """Give normal priority to the deepest of the segments of high priority that were accessed longest ago: their
+        prompt keeps its beginning. This counts as no access."""
+        segment = self._high.peekitem(0)[1].deepest()
+        touched = segment.touched
+        record = self._leave(segment)
         cohort = record.cohort
         assert cohort is not None
-        cohort.used += 1
         self._leave_cohort(record)
-        if not cohort.unused and cohort.age < AGES - 1:
-            self._odds.add(cohort.features, cohort.age, 1.0, cohort.members)
+        self._join(record, cohort.features, 0, cohort.expires)
+        self._enter(segment, record, again=True)
+        segment.touched = touched
 
     def _leave_cohort(self, record: Record) -> None:
         if record.cohort is not None:
@@ -304,13 +353,28 @@ class Forecast(EvictionPolicy):
             record.cohort = None
 
     def _join_cohort(self, record: Record, hints: Hints) -> Cohort:
-        features = self._odds.features(record.accesses, hints)
-        cohort = self._newest.get(features)
+        """Let a record join the cohort of the present time for segments with these hints."""
+        if hints is not self._hints:
+            self._hints = hints
+            self._by_accesses.clear()
+        # A time to live ends at another time for each access.
+        cohort = None if hints.ttl_s else self._by_accesses.get(record.accesses)
+        if cohort is not None:
+            cohort.unused += 1
+            record.cohort = cohort
+            return cohort
+        features = self.odds.features(record.accesses, hints)
+        expires = self._now + hints.ttl_s if hints.ttl_s else math.inf
+        cohort = self._by_accesses[record.accesses] = self._join(record, features, hints.priority, expires)
+        return cohort
+
+    def _join(self, record: Record, features: Features, priority: int, expires: float) -> Cohort:
+        name = (*features, priority, expires) if priority or expires < math.inf else features
+        cohort = self._newest.get(name)
         if cohort is None:
             self._cohorts += 1
-            cohort = self._newest[features] = Cohort(
-                features, self._odds.retention_value(features), self._now, self._cohorts
-            )
+            values = self.odds.retention_value(features)
+            cohort = self._newest[name] = Cohort(features, values, self._now, self._cohorts, priority, expires)
             self._ages[0].append(cohort)
             self._next_aging = min(self._next_aging, self._now + EDGES[1])
         cohort.unused += 1
@@ -322,39 +386,53 @@ class Forecast(EvictionPolicy):
     def _time_passed(self, now: float) -> None:
         if now - self._newest_since >= SAME_ACCESS_S:
             self._newest.clear()
+            self._by_accesses.clear()
             self._newest_since = now
         if now >= self._next_aging:
             self._age(now)
+        while self._changes and self._changes.peekitem(0)[0][0] <= now:
+            cohort = self._changes.peekitem(0)[1]
+            self._take(cohort)
+            self._put(cohort)
 
     def _age(self, now: float) -> None:
         """Move cohorts that are old enough to their next bucket of age. Update the model of `odds` if it has collected
         many samples."""
-        self._next_aging = float("inf")
+        self._next_aging = math.inf
         for age in range(AGES - 1):
             cohorts, edge = self._ages[age], EDGES[age + 1]
             while cohorts and cohorts[0].at + edge <= now:
                 self._grow_older(cohorts.popleft(), age + 1)
             if cohorts:
                 self._next_aging = min(self._next_aging, cohorts[0].at + edge)
-        if self._odds.pending >= LEARN_AT:
-            self._odds.learn()
+        if self.odds.pending >= LEARN_AT:
+            self.odds.learn()
 
     def _grow_older(self, cohort: Cohort, age: int) -> None:
         if not cohort.unused:
             return
-        self._odds.add(cohort.features, age - 1, cohort.used / cohort.members, cohort.members)
+        self.odds.add(cohort.features, age - 1, cohort.used / cohort.members, cohort.members)
+        if cohort.here:
+            self._take(cohort)
         cohort.age, cohort.used = age, 0
         if age < AGES - 1:
             self._ages[age].append(cohort)
         if cohort.here:
-            self._push(cohort)
+            self._put(cohort)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when sizes, cohorts or bounds do not add up."""
         assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
-        live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]
-        assert len(live) == self._live == len({cohort.number for cohort in live})
-        assert self._size == sum(len(cohort.here) for cohort in live)
-        for cohort in live:
-            assert len(cohort.here) <= cohort.unused
+        cohorts = list(self._order.values())
+        assert [cohort.place for cohort in cohorts] == list(self._order)
+        assert self._size == sum(len(cohort.here) for cohort in cohorts)
+        for cohort in cohorts:
+            assert 0 < len(cohort.here) <= cohort.unused
             assert all(record.cohort is cohort for record in cohort.here.values())
+        assert list(self._changes) == sorted(cohort.changes for cohort in cohorts if cohort.changes is not None)
+        high = [cohort for cohort in cohorts if cohort.tier is Tier.HIGH]
+        assert set(self._high.values()) == set(high)
+        assert self._high_size == sum(len(cohort.here) for cohort in high) <= self._high_most
+
+
+_RULES = {Tier.EXPIRED: "time to live", Tier.LOW: "low priority"}

@@ -176,8 +176,10 @@ class Odds:
         return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), weights))
 
     def restore(self, learned: bytes) -> None:
-        """Replace the weights by those that `save` encoded. Raises ValueError for other data; nothing is changed
-        then."""
+        """Replace the weights by those that `save` encoded; empty data changes nothing. Raises ValueError for other
+        data; nothing is changed then."""
+        if not learned:
+            return
         self._labels, parts = _decoded(learned)
         self._age, self._age_sum, self._all, self._all_sum, self._regime, self._regime_sum = parts
         self._tables()
