@@ -41,7 +41,6 @@ if __name__ == "__main__":
 BENCHES = [
     ["bench", "cache-hit", "--limit", "5000", "--nodes", "2"],
     ["bench", "soak", "--minutes", "60", "--nodes", "2"],
-    ["bench", "growth", "--rounds", "50", "--segments", "1000", "--clients", "1,2", "--arenas", "64MiB"],
 ]
 
 

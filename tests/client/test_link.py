@@ -163,7 +163,7 @@ def test_a_pool_does_not_reconnect_to_a_forger(shared: Path, caplog: pytest.LogC
 
 SERVE = """
 import sys
-from tokenlake import local_socket
+from tokenlake.wire import local_socket
 local_socket.SYSTEM_DIRECTORY = sys.argv.pop(1)
 from tokenlake_server.cli import serve
 serve()

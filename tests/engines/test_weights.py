@@ -177,7 +177,7 @@ def test_tensors_in_any_order(tmp_path: Path) -> None:
 def test_importing_it_imports_no_engine() -> None:
     code = (
         "import sys, tokenlake_client, tokenlake_client.weights; "
-        "from tokenlake_client.engines.common import background, connection, in_flight, model_config, pool, reports; "
+        "from tokenlake_client.engines.common import background, connection, in_flight, model_config, reports; "
         "from tokenlake_client.engines.vllm import scheduler, settings, worker; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm')))"
     )
