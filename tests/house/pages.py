@@ -5,6 +5,7 @@ Each part is between two comments of its page, `<!-- begin NAME ... -->` and `<!
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,19 @@ def sizes_of_models() -> str:
     return f"```\n{printed.output}```\n"
 
 
+def packages() -> str:
+    """Every package of the product, with the first paragraph of its docstring, as a table in Markdown."""
+    rows = ["| package | what it is |", "|---|---|"]
+    for top in ("tokenlake", "server", "client", "query", "bench"):
+        for face in sorted((ROOT / top).rglob("__init__.py")):
+            text = (ast.get_docstring(ast.parse(face.read_text())) or "").partition("\n\n")[0]
+            name = ".".join(face.parent.relative_to(ROOT if top == "tokenlake" else ROOT / top).parts)
+            rows.append(f"| `{name}` | {' '.join(text.split())} |")
+    return "\n".join(rows) + "\n"
+
+
 PARTS = (
+    Part("docs/structure.md", "packages", packages),
     Part("docs/operations.md", "sizes of models", sizes_of_models),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),

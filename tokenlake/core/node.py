@@ -1,8 +1,6 @@
 """NodeCore: every decision of a node, with no I/O.
 
-A driver (the daemon, the simulator, a replay) passes in one event at a time with the time at which it happened, carries
-out the returned instructions in order, and calls again with `Tick` at `next_wake`. Equal events at equal times give
-equal instructions in every process: the rules iterate over no set, read no clock and draw no random number.
+`tokenlake.core` has the duties of a driver. The rules iterate over no set, read no clock and draw no random number.
 """
 
 from __future__ import annotations
