@@ -41,7 +41,7 @@ class _Even(random.Random):
 class Story:
     """A calm cluster. Its events become lines, whose times count from the first one."""
 
-    def __init__(self, nodes: int = 3, **rules: Any) -> None:
+    def __init__(self, nodes: int = 4, **rules: Any) -> None:
         self.cluster = calm(nodes, **rules)
         self.cluster.clock.random = _Even()
         self.cluster.watcher = self._watch
