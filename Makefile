@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := python -m pip install --quiet --no-compile --constraint constraints.txt
 PIP_INSTALL := $(BIN)/$(PIP)
 SOURCES := tokenlake server client query proto bench tests docs/examples
-RULES_TESTS := tests/rules tests/core tests/sim tests/connector
+RULES_TESTS := tests/rules tests/core tests/sim tests/stories tests/connector
 FAST_TESTS := tests/house $(RULES_TESTS)
 
 # vLLM pins its torch and much else, so it has an environment of its own.

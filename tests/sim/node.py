@@ -146,6 +146,7 @@ class SimNode:
         if self.cluster.recording:
             self.log.append((self.cluster.clock.now, event))
             self.emitted.append(orders)
+        self.cluster.watcher(self.name, event, orders)
         for order in orders:
             self._expect_sound(order)
 

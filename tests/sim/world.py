@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
-from tokenlake.core.context import CoreConfig
+from tokenlake.core import CoreConfig, events, instructions
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.location import NOWHERE, Location
 
@@ -49,6 +49,8 @@ class World:
         self.disk_places = disk_places
         """Segments that the disk of each node holds; 0: no node has a disk."""
         self.recording = recording
+        self.watcher: Callable[[str, events.Event, list[instructions.Instruction]], None] = lambda *_: None
+        """Called with the name of a node, each of its events and the instructions that its rules returned for it."""
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}
         self.lease_s = self.rules["lease_s"]
