@@ -251,7 +251,7 @@ def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
     """A copy that a check found wrong stays in the index; only its directory node is told."""
-    patch.setattr(SegmentStore, "drop", lambda self, segment, now: self.evicted.append(segment))
+    patch.setattr(SegmentStore, "drop", lambda self, segment, now: self._gone.append(segment))
 
 
 def independent_keys_end_at_a_gap(patch: pytest.MonkeyPatch) -> None:
