@@ -76,7 +76,7 @@ test-pythons:
 		test -f $$environment/.installed || { $$python -m venv $$environment && \
 			$$environment/bin/$(PIP) hatchling && \
 			$$environment/bin/$(PIP) --no-build-isolation --editable ".[server]" --editable ./bench \
-				pytest pytest-timeout pytest-xdist hypothesis && touch $$environment/.installed; } || exit 1; \
+				pytest pytest-timeout pytest-xdist hypothesis msgpack && touch $$environment/.installed; } || exit 1; \
 		$$environment/bin/python -m pytest $(RULES_TESTS) -n 3 --dist worksteal \
 			-m "not live and not slow and not rest and not nightly" || exit 1; \
 	done; \

@@ -34,7 +34,7 @@ directory nodes; the next ones ask each owner for the segments that it was named
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple
@@ -137,10 +137,11 @@ class _Row:
     """The directory node has answered."""
     named: tuple[NodeId, NodeId] | None = None
     """(directory node, owner that it named)."""
-    asked: set[NodeId] = field(default_factory=set)
-    denied: set[NodeId] = field(default_factory=set)
+    # Tuples: they are short, and a row of a match that waits takes little memory.
+    asked: tuple[NodeId, ...] = ()
+    denied: tuple[NodeId, ...] = ()
     """Nodes that did not lease the segment, or did not answer."""
-    absent: set[NodeId] = field(default_factory=set)
+    absent: tuple[NodeId, ...] = ()
     """Nodes that answered that they have no copy."""
     undelivered: bool = False
     """A node has the segment that answers lookups and delivers no segment (`Peers.delivers`)."""
@@ -297,13 +298,13 @@ class Search:
         for row, node in wanted:
             at_owner = node is not None and node not in row.asked
             if node is not None and at_owner:
-                row.asked.add(node)
+                row.asked += (node,)
                 lookups.setdefault(node, []).append(row)
             if not at_owner or (first and not independent and row.index > last):
                 to_directory.append(row)
         to_directory = [row for row in to_directory if row.directory_left]
         for row in _probes(to_directory) if first and not independent else to_directory:
-            row.asked.add(row.directory)
+            row.asked += (row.directory,)
             lookups.setdefault(row.directory, []).append(row)
         return {node: sorted(rows, key=lambda row: row.index) for node, rows in lookups.items()}
 
@@ -370,7 +371,7 @@ class Search:
             self._found.silent.append(node)
             self._unanswered.add(node)
             for row in rows:
-                row.denied.add(node)
+                row.denied += (node,)
         elif len(answer.codes) == len(rows) >= answer.known_depth:
             self._take(node, rows, answer)
             redirected = self._redirected(node, NodeId(answer.redirect), rows)
@@ -399,7 +400,7 @@ class Search:
                 self._take_denial(row, node, code, NodeId(next(named, "")) if code == _ELSEWHERE else None)
             elif not delivers:
                 # The lease is released when the match ends, since no segment of the match is leased there.
-                row.denied.add(node)
+                row.denied += (node,)
                 row.undelivered = True
                 row.answered = row.answered or row.directory == node
             elif found.owners[row.index] is None or row.redirect == node:
@@ -409,9 +410,9 @@ class Search:
     def _take_denial(self, row: _Row, node: NodeId, code: int, owner: NodeId | None) -> None:
         """Take the code of a node that does not lease a segment. `owner`: the owner that it named as directory node."""
         codes = self._found.codes
-        row.denied.add(node)
+        row.denied += (node,)
         if code in _NO_COPY:
-            row.absent.add(node)
+            row.absent += (node,)
         elif code == Code.DEFERRED:
             codes[row.index] = min(codes[row.index], code)
         # Only the directory node of a key knows whether another node has the segment.
@@ -427,8 +428,8 @@ class Search:
         the segment."""
         row.named = (node, owner)
         if owner == self._context.node:
-            row.denied.add(owner)
-            row.absent.add(owner)
+            row.denied += (owner,)
+            row.absent += (owner,)
 
     def _redirected(self, node: NodeId, redirect: NodeId, rows: list[_Row]) -> list[_Row]:
         """Returns the rows that `node` leases and that are to be looked up at the node to which it redirects."""
@@ -436,7 +437,7 @@ class Search:
             return []
         redirected = [row for row in rows if self._found.owners[row.index] == node and redirect not in row.asked]
         for row in redirected:
-            row.asked.add(redirect)
+            row.asked += (redirect,)
             row.redirect = redirect
         return redirected
 
