@@ -357,8 +357,8 @@ class Forecast(EvictionPolicy):
         if hints is not self._hints:
             self._hints = hints
             self._by_accesses.clear()
-        # A time to live ends at another time for each access.
-        cohort = None if hints.ttl_s else self._by_accesses.get(record.accesses)
+        # A time to live ends at another time for each access; with a priority segments leave in the order of theirs.
+        cohort = None if hints.ttl_s or hints.priority else self._by_accesses.get(record.accesses)
         if cohort is not None:
             cohort.unused += 1
             record.cohort = cohort
@@ -369,7 +369,7 @@ class Forecast(EvictionPolicy):
         return cohort
 
     def _join(self, record: Record, features: Features, priority: int, expires: float) -> Cohort:
-        name = (*features, priority, expires) if priority or expires < math.inf else features
+        name = (*features, priority, expires, self._now) if priority or expires < math.inf else features
         cohort = self._newest.get(name)
         if cohort is None:
             self._cohorts += 1
