@@ -55,6 +55,17 @@ def test_high_priority_leaves_last_and_low_first() -> None:
     assert not set(scene.gone()) & {0, 1}
 
 
+def test_low_priority_leaves_in_the_order_of_access() -> None:
+    """Also where all accesses lie within one second."""
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, number / 1000, LOW)
+    scene.store.touch([scene.segments[0]], 0.1)
+    for number in range(SLOTS, 2 * SLOTS - 1):
+        scene.add(number, 0.1 + number / 1000, LOW)
+    assert scene.gone() == list(range(1, SLOTS))
+
+
 def test_expired_segments_leave_first_and_an_access_renews() -> None:
     scene = Scene()
     for number in range(SLOTS):
