@@ -12,13 +12,12 @@ operations fail as those of a GPU do.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,15 +198,6 @@ class CpuDevice:
     def tensor(self, memory: Any) -> Any:
         """`memory`, a tensor of the host, as memory of the device, which the caller gives up."""
         return memory.as_subclass(DeviceTensor)
-
-    @contextlib.contextmanager
-    def peek(self) -> Iterator[None]:
-        """Context in which a test may use the memory of the device; no operation must be under way."""
-        _thread.running = True
-        try:
-            yield
-        finally:
-            _thread.running = False
 
     def stream(self) -> CpuStream:
         return CpuStream(self)

@@ -189,7 +189,7 @@ class Node:
             self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * fetch.shards * count)))
 
     def pull(self, stream: int, tenant: str, keys: bytes) -> None:
-        """Node n1 pulls keys, as `bulk_sender.py` lets it: whole keys, and one request at a time on a stream."""
+        """Node n1 pulls keys as a sender lets it: whole keys, and one request at a time on a stream."""
         if stream not in self.sending and not len(keys) % KEY_BYTES:
             self.feed(events.PullRequested(stream, "n1", tenant, keys))
 

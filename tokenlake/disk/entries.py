@@ -48,7 +48,7 @@ class Forgotten(NamedTuple):
 
 class Entries:
     """The entries of a node, and what readers and memory do with their segments. Changes nothing outside itself but the
-    field `disk` of segments. What became void is to be taken after each event (`take_void`)."""
+    field `disk` of segments. Its caller takes the segments that became void after each event (`take_void`)."""
 
     def __init__(self, quotas: Mapping[str, float]) -> None:
         """`quotas`: as of `Space`."""

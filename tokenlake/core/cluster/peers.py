@@ -18,7 +18,7 @@ A peer that reported its load within one round needs no ping: pings, their repli
 all carry the load. So each peer reports, and is checked, once per round, without a message to every peer in every
 interval. A peer in use that stops is noticed by the next call to it, any other peer within a round.
 
-Peers come and go with the ring record (`ownership.ring_change`). The state of a member that left is dropped; a part of
+Peers come and go with the ring record (`ring_change`). The state of a member that left is dropped; a part of
 the rules that still names it is answered as for a peer that is down.
 """
 

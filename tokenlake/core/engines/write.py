@@ -1,7 +1,7 @@
 """Writes of local engines: prepare, then commit or abort.
 
 Prepare reserves slots and sets in-flight markers at the directory nodes. Commit publishes the segments at once, and
-this node owns them (`ownership.owner`). Neither waits for the network.
+this node owns them (`cluster.owner`). Neither waits for the network.
 """
 
 from __future__ import annotations

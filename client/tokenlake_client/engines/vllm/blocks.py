@@ -109,7 +109,7 @@ class BlockCache:
         return self.shard_bytes * tokens // self._layout.segment_tokens
 
     def gather(self, shard: Any, part: Part) -> None:
-        """See `copies.Cache`. What lies behind the last block is filled with zeros."""
+        """See `copies.Cache`. The bytes behind the last block are zeros."""
         sides = self._sides(shard)
         for mine, theirs in self._pairs(sides, part):
             mine.copy_(theirs)
