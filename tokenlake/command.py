@@ -23,7 +23,6 @@ GROUPS = {
         "serve": "run the daemon of this node",
         "config": "show each setting, its value and where it came from; the sizes of known models",
         "ca": "make a certificate authority, and certificates of nodes",
-        "disk": "look at a directory of the disk tier, verify or remove it",
         "completion": "print the script that completes commands in a shell",
     },
     "watch": {

@@ -37,7 +37,6 @@ from tokenlake_server.control.service import Unary
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
 from tokenlake_server.peers.states import PeerState
-from tokenlake_server.start.standing_orders import Drop
 
 log = logging.getLogger(__name__)
 
@@ -306,9 +305,8 @@ class Admin:
         return response
 
     async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> pb.EvictResponse:
-        """Evict segments of the tenant from memory and from the devices. Removals that a device cannot carry out now
-        are recorded, and wait for it."""
-        drop = Drop(tenant, slot_bytes, keys)
+        """Evict segments of the tenant from memory and from the devices. A device that cannot carry it out now is
+        emptied before it is used again."""
         evicted = kept = 0
         step = MAX_ORDERED * KEY_BYTES
         reached: set[int] | None = None
@@ -319,8 +317,8 @@ class Admin:
             )
             evicted, kept = evicted + done.evicted, kept + done.kept
             reached = set(done.reached) if reached is None else reached.intersection(done.reached)
-        unremoved = await self._bridge.call(lambda: self._node.disk.drop(drop, reached or set()))
-        unrecorded = await self._bridge.coroutine(self._node.orders.save) if self._node.orders.waiting else []
+        unremoved = await self._bridge.call(lambda: self._node.disk.evicted(reached or set()))
+        unrecorded = await self._bridge.coroutine(self._node.orders.save)
         return pb.EvictResponse(evicted=evicted, kept=kept, unremoved=unremoved, unrecorded=unrecorded)
 
     async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:
@@ -330,7 +328,7 @@ class Admin:
             raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
         check_name("digest", digest)
         sessions, sizes = await self._bridge.call(
-            lambda: (self._node.engines.retire(tenant, digest), self._node.orders.sizes(tenant, digest))
+            lambda: (self._node.engines.retire(tenant, digest), self._node.engines.sizes(tenant, digest))
         )
         # Recorded before anything is evicted: an engine of a daemon that is killed meanwhile is refused all the same.
         unrecorded = await self._bridge.coroutine(self._node.orders.save)
