@@ -202,30 +202,9 @@ class Admin:
         """Return the tokens of a request that were found in the pool, and the reasons for those that were not."""
         check_name("request", message.request)
         answer = await self._bridge.explain(caller.target(message.tenant).name, message.request)
-        funnel = answer.funnel
-        if funnel is None:
+        if answer.funnel is None:
             return pb.ExplainResponse(names=answer.names)
-        return pb.ExplainResponse(
-            funnel=pb.Funnel(
-                request=funnel.request,
-                node=funnel.node,
-                age_s=funnel.age_s,
-                segment_tokens=funnel.segment_tokens,
-                ideal=funnel.ideal,
-                here=funnel.here,
-                elsewhere=dict(funnel.elsewhere),
-                fetched=funnel.fetched,
-                engine_had=funnel.engine_had,
-                leaves_at=funnel.leaves_at,
-                recent=funnel.recent,
-                alone=funnel.alone,
-                supplied=funnel.supplied,
-                held=funnel.held,
-                missed=[
-                    pb.Missed(reason=each.reason, tokens=each.tokens, detail=each.detail) for each in funnel.missed
-                ],
-            )
-        )
+        return pb.ExplainResponse(funnel=pb.Funnel(**answer.funnel.plain()))
 
     async def get_engines(self, caller: Caller, message: pb.GetEnginesRequest) -> pb.GetEnginesResponse:
         """The connected engines by tenant and layout."""
