@@ -32,7 +32,7 @@ GROUPS = {
     "change": {
         "drain": "let a node hand its segments over, leave the cluster and end",
         "remove": "remove a node that is gone for good from the ring",
-        "evict": "evict segments by key, layout or tenant",
+        "evict": "evict segments by key, size or tenant",
     },
     "try": {
         "demo": "run three daemons and two engines on this machine, with and without the pool",

@@ -19,14 +19,12 @@ from tokenlake.core.orders import MAX_ORDERED
 from tokenlake.errors import LimitReached
 from tokenlake.keys import KEY_BYTES
 from tokenlake.location import shown_location
-from tokenlake.memory import Kind
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.messages import (
     MAX_KEYS,
-    MAX_NAME,
     activity_message,
     check_name,
     keys_of,
@@ -40,11 +38,8 @@ from tokenlake_server.peers.states import PeerState
 
 log = logging.getLogger(__name__)
 
-LEVELS = ("debug", "info", "warning", "error")
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
-LOGGERS = ("tokenlake", "tokenlake_server")
-"""The loggers whose level can be set, and that of each logger below them."""
 
 
 class Admin:
@@ -73,7 +68,6 @@ class Admin:
             "Remove": self.remove,
             "Evict": self.evict,
             "WeightsChanged": self.weights_changed,
-            "SetLogLevel": self.set_log_level,
         }
 
     async def get_status(self, caller: Caller, message: pb.GetStatusRequest) -> pb.GetStatusResponse:
@@ -103,18 +97,7 @@ class Admin:
             memory_bytes=self._node.config.memory,
             spare_bytes=snapshot.spare_bytes,
             unusable_bytes=snapshot.unusable_bytes,
-            pools=[
-                pb.SlotPool(
-                    tenant=pool.tenant,
-                    slot_bytes=pool.slot_bytes,
-                    regions=pool.regions,
-                    slots=pool.slots,
-                    free_slots=pool.free,
-                    quarantined_slots=pool.quarantined,
-                    segments={kind.name.lower(): pool.counts[kind] for kind in Kind},
-                )
-                for pool in snapshot.pools
-            ],
+            pools=[pb.SlotPool(**each.plain()) for each in snapshot.pools],
             counters={metric.name: value for metric, value in snapshot.counters.items()},
             peers=_peers(snapshot.peers, now),
             membership=pb.Membership(
@@ -230,18 +213,7 @@ class Admin:
         max_bytes = min(message.max_bytes or MAX_BYTES, MAX_BYTES)
         max_s = min(message.max_s or MAX_S, MAX_S) if message.max_s >= 0 else MAX_S
         paths = await asyncio.to_thread(self._node.measurement.measure, message.node, max_bytes, max_s)
-        return pb.MeasurePeerResponse(
-            paths=[
-                pb.Path(
-                    address=each.address,
-                    round_trip_s=each.round_trip_s,
-                    bytes=each.nbytes,
-                    seconds=each.seconds,
-                    problem=each.problem,
-                )
-                for each in paths
-            ]
-        )
+        return pb.MeasurePeerResponse(paths=[pb.Path(**each._asdict()) for each in paths])
 
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
         """Let a node leave."""
@@ -319,23 +291,6 @@ class Admin:
             unrecorded = done.unrecorded or unrecorded
         log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
         return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted, unremoved=unremoved, unrecorded=unrecorded)
-
-    async def set_log_level(self, caller: Caller, message: pb.SetLogLevelRequest) -> pb.SetLogLevelResponse:
-        """Set the least level of the messages that are logged."""
-        if message.level not in LEVELS:
-            raise ValueError(f"the level is {message.level!r}; expected one of {', '.join(LEVELS)}")
-        known = message.logger in logging.root.manager.loggerDict
-        if message.logger and not (known and message.logger.partition(".")[0] in LOGGERS):
-            # Python keeps a logger of any name that it is asked for.
-            raise ValueError(
-                f"the logger is {message.logger[:MAX_NAME]!r}; expected one of this daemon, below tokenlake or "
-                "tokenlake_server"
-            )
-        logger = logging.getLogger(message.logger or None)
-        previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
-        logger.setLevel(message.level.upper())
-        log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
-        return pb.SetLogLevelResponse(previous=previous)
 
 
 @contextlib.contextmanager
