@@ -1288,8 +1288,8 @@ class EvictResponse(_message.Message):
     """Segments that were being written."""
     @_builtins.property
     def unremoved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Each device of the disk tier, and the reason, from which not all were removed now. They are removed when the device
-        can be written, by this daemon or a later one, and are not used before.
+        """Each device of the disk tier, and the reason, from which not all were removed now. All segments of the device are
+        removed before it is used again, by this daemon or a later one.
         """
 
     @_builtins.property
