@@ -97,8 +97,8 @@ async def test_a_disk_that_missed_an_eviction_is_known(lost: tuple[str, ...], tm
     orders.evict([str(one)])
     orders.evict()
     await saved(orders)
-    for each in lost:
-        (tmp_path / each).unlink()
+    for name in lost:
+        (tmp_path / name).unlink()
     orders = orders_of(home, one, two)
     assert not orders.clean(str(one))
     assert orders.clean(str(two)) == ("two/orders" not in lost)
