@@ -26,7 +26,6 @@ from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.corruption import Corruption
 from tokenlake.core.engines.grants import Grants
 from tokenlake.core.engines.match import Matches
-from tokenlake.core.engines.pieces import LongRequest, Pieces
 from tokenlake.core.engines.reads import LeaseReads
 from tokenlake.core.engines.sessions import Process, Session, Sessions
 from tokenlake.core.engines.survey import Survey
@@ -103,7 +102,6 @@ class NodeCore:
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
-        self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
         self._disk = Disk(context, self._directory_node)
@@ -302,11 +300,6 @@ class NodeCore:
         Deadlines pass only in `Tick`, and a reply handled before it counts as in time. A driver that was late therefore
         passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
         return self._context.timers.next()
-
-    def pieces(self, connection: int, message: LongRequest) -> Iterator[engine.EngineRequest]:
-        """Yields requests that together do what `message` of an engine's process does, each of which takes the rules a
-        millisecond at most. The driver passes in one after the other. Changes nothing."""
-        return self._pieces.cut(ConnectionId(connection), message)
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
         """Take one event, as a whole or not at all; returns the instructions it leads to, in order. `now` (seconds)

@@ -22,7 +22,7 @@ from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, CopiesOf, OnArrival,
 from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
-from tokenlake.core.engines.grants import PIECE, Grants, Lease, pack
+from tokenlake.core.engines.grants import Grants, Lease, pack
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.instructions import Answer
 from tokenlake.hints import NO_ACCESS
@@ -133,17 +133,13 @@ class LeaseReads:
         self._context.emit(Answer(process.connection, located))
 
     def hint(self, process: Process, request: engine.Hint) -> None:
-        """Apply hints that an engine gave after the match to the segments that it names, and to the segments of a lease
-        that is still held."""
+        """Apply hints that an engine gave after the match to the segments that it names, and to later reads with a
+        lease that is still held."""
         tenant, hints = process.session.tenant, with_access(request.hints, NO_ACCESS)
         self._touches.hint(tenant, split_keys(request.keys), hints)
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
-            # Later reads and the release of the lease are recorded with the newest hints.
-            lease.add_hints(hints)
-            if len(lease.keys) <= PIECE:
-                # For a longer lease `pieces` makes further `Hint` messages, which name its segments by their keys.
-                self._touches.hint(tenant, lease.keys, hints)
+            lease.hints = hints.merged_over(lease.hints)
 
     def release(self, process: Process, request: engine.Release) -> None:
         """Give back items of leases that a process does not read any more, and note what the engine took."""

@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator
 
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context
-from tokenlake.core.engines.grants import PIECE, Grants, SessionGrants
+from tokenlake.core.engines.grants import Grants, SessionGrants
 from tokenlake.identity import ConnectionId, NodeId, SessionId, TenantId
 from tokenlake.memory import Segment
 from tokenlake.metrics import Metric
 from tokenlake.wire import peer
 
 _WHAT_IS_ONE = "each open pool of an engine is one, and each closed one whose arrays or writes are alive"
+
+PIECE = 128
+"""Maximum number of segments that one slice of work gives back, and of leases that it renews."""
 
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
 
@@ -132,8 +135,13 @@ class Sessions:
         if process is None:
             return
         process.alive = False
-        session = process.session
-        leases, writes = list(session.leases.values()), list(session.writes.values())
+        self._give_back(process)
+
+    def _give_back(self, process: Process) -> None:
+        """Give back all leases and writes of a process that is not alive, some at a time."""
+        session, connection = process.session, process.connection
+        leases = [lease for lease in session.leases.values() if connection in lease.held]
+        writes = [write for write in session.writes.values() if connection in write.held]
         stop: int | None = None
         """Index up to which the items of the last lease are still to be given back; None: all of them."""
 
@@ -168,12 +176,12 @@ class Sessions:
 
     def reconcile(self, process: Process, leases: Iterable[int], writes: Iterable[int]) -> None:
         """Give back every lease and write of the process that it does not name: it lost the reply that granted it."""
-        session, connection = process.session, process.connection
-        known = {*leases, *writes}
-        unknown = [lease for lease in session.leases.values() if lease.id not in known]
-        self._grants.release(session, connection, [(lease, 0, len(lease.keys)) for lease in unknown], False)
-        for write in [write for write in session.writes.values() if write.id not in known]:
-            self._grants.give_back(session, write, connection)
+        # They become those of a process that is gone. The process itself may attach to one of them again meanwhile.
+        gone = Process(ConnectionId(-self._context.next_id()), process.session)
+        gone.alive = False
+        process.session.move(process.connection, gone.connection, {*leases, *writes})
+        process.session.processes[gone.connection] = gone
+        self._give_back(gone)
 
     # -- deadlines
 
