@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,7 +45,7 @@ async def until(reached: Callable[[], bool]) -> None:
 class Scene:
     """A connection on the running loop, and the other end of its socket."""
 
-    def __init__(self, on_frame: Callable[[bytes], Iterator[None] | None], pause_bytes: int = 0) -> None:
+    def __init__(self, on_frame: Callable[[bytes], None], pause_bytes: int = 0) -> None:
         ours, self.other = socket.socketpair()
         self.other.setblocking(False)
         self.closed: list[str] = []

@@ -89,13 +89,10 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Transfers, "_abort", abort)
     patch.setattr(Transfers, "done", done)
-    # The receiver returns after its fetch is forgotten.
-    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums, held: None)
     _nothing_settles(patch)
 
 
 def _nothing_settles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "check_settled", lambda self, fetch: None)
     patch.setattr(Transfers, "settled", lambda self, fetch: None)
 
 
@@ -244,11 +241,6 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Peers, "check_reply", check_reply)
 
 
-def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
-    """A receiver's report is taken without a check."""
-    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums, held: None)
-
-
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
     """A copy that a check found wrong stays in the index; only its directory node is told."""
     patch.setattr(SegmentStore, "drop", lambda self, segment, now: self._gone.append(segment))
@@ -290,7 +282,6 @@ SEEN_INSIDE = (
     heard_before_it_is_checked,
     renewed_before_it_is_checked,
     call_ended_by_a_wrong_reply,
-    transfer_not_checked,
     independent_keys_end_at_a_gap,
 )
 """Lost slots, segments that no node finds or leases, too many copies, refused events that leave a trace."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -138,15 +139,7 @@ class NodeCore:
         self._ring_change = RingChange(
             context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
         )
-        self._checks = Checks(
-            context,
-            self._sessions,
-            self._peers,
-            self._transfers,
-            self._serving,
-            self._regions,
-            self._disk,
-        )
+        self._checks = Checks(self._sessions, self._peers, self._serving)
         self._handlers: dict[type, Callable[..., None]] = {
             # Events of the driver: handler(event).
             events.Joined: self._joined,
@@ -305,12 +298,13 @@ class NodeCore:
         """Take one event, as a whole or not at all; returns the instructions it leads to, in order. `now` (seconds)
         never decreases.
 
-        Raises `ValueError` for an event that no correct sender or driver makes: its fields contradict each other, or
+        Raises `ValueError` for an event that no correct engine or peer causes: its fields contradict each other, or
         name something that does not exist. Nothing was changed then, the time included.
-        Raises `HandlerFailed` for a mistake of the rules: it carries the instructions that belong to the changes made,
-        and none of them comes with a later event.
+        Raises `HandlerFailed` for a mistake of the rules or of the driver: it carries the instructions that belong to
+        the changes made, and none of them comes with a later event.
         """
-        self._checks.check(event, now)
+        assert self._context.now <= now < math.inf, f"an event at {now} s after one at {self._context.now} s"
+        self._checks.check(event)
         self._context.now = now
         try:
             self._handlers[type(event)](event)

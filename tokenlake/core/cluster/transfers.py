@@ -42,7 +42,6 @@ from tokenlake.memory import Kind, Segment, State
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
-from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys
 
@@ -272,30 +271,6 @@ class Transfers:
         text = f"a fetch of {len(transfer.segments)} segments from {source}{request}: {event}"
         self._context.emit(Note(text, "fetch"))
 
-    def check_done(self, fetch: int, codes: bytes, checksums: bytes, held: bytes) -> None:
-        """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
-        nothing."""
-        transfer = self._under_way.get(fetch)
-        if transfer is None:
-            raise ValueError(f"fetch {fetch} is not under way")
-        count = len(transfer.segments)
-        if len(codes) != count or codes.translate(None, KNOWN_CODES):
-            raise ValueError(f"fetch {fetch} of {count} segments ended with the codes {codes.hex()}")
-        if held and (
-            len(held) != count or any(flag and code == Code.LOCAL for flag, code in zip(held, codes, strict=True))
-        ):
-            raise ValueError(f"fetch {fetch} of {count} segments with codes {codes.hex()} holds {held.hex()}")
-        if len(checksums) != CHECKSUM_BYTES * transfer.shards * count:
-            raise ValueError(
-                f"fetch {fetch} of {count} segments of {transfer.shards} shards ended with {len(checksums)} bytes of "
-                "checksums"
-            )
-
-    def check_settled(self, fetch: int) -> None:
-        """Raises `ValueError` when the transfer holds no slots. Changes nothing."""
-        if fetch not in self._held:
-            raise ValueError(f"fetch {fetch} holds no slots")
-
     def settled(self, fetch: int) -> None:
         """Free the slots of a transfer into which bytes could still come when it was done."""
         self._context.store.unpin(*self._held.pop(fetch))
@@ -304,6 +279,8 @@ class Transfers:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
         the slots of the others, and call the callbacks that wait for them. `answered`, `held`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
+        assert len(codes) == len(transfer.segments)
+        assert len(checksums) == CHECKSUM_BYTES * transfer.shards * len(codes)
         if transfer.timer is not None:
             transfer.timer.cancel()
         if answered and transfer.device is None:

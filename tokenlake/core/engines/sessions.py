@@ -96,6 +96,7 @@ class Sessions:
         """Open a session (`session_id` 0) or join an existing one. Returns the session, or the reason as text when it
         is refused. `resume`: the earlier connection of the process, whose leases and writes move to the new
         connection."""
+        assert connection not in self._processes
         config = self._context.config
         session = self._sessions.get(session_id)
         if session is None and session_id:
