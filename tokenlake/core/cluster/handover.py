@@ -155,7 +155,7 @@ class Handover:
         self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None
     ) -> None:
         self._offers -= 1
-        if isinstance(reply, wire.OfferReply) and len(reply.codes) == len(segments):
+        if isinstance(reply, wire.OfferReply):
             # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
             for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
                 if code == Code.COMMITTED and segment.owned:

@@ -27,13 +27,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenlake.core.cluster.bulk_path import PATIENT_TRIPS, BulkPath
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
 from tokenlake.core.instructions import Note, SendToPeer
-from tokenlake.identity import Incarnation, NodeId, SegmentKey
+from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.location import NOWHERE, Location
 from tokenlake.memory.vacancy import UNKNOWN_VACANCY, Vacancy
@@ -282,6 +283,25 @@ class Peers:
             on_reply(None)
             return
         self._send(peer, make, deadline_s, on_reply, proves_life)
+
+    def look_up(
+        self,
+        node: NodeId,
+        tenant: TenantId,
+        keys: Sequence[SegmentKey],
+        deadline_s: float,
+        on_reply: Callable[[wire.LookupReply | None], None],
+        **fields: Any,
+    ) -> None:
+        """Look up `keys` at `node`, as a `call`; the reply answers for each of them. `fields`: further ones of
+        `Lookup`."""
+
+        def replied(reply: Reply | None) -> None:
+            on_reply(reply if isinstance(reply, wire.LookupReply) else None)
+
+        ring = self._context.ring_version
+        make = partial(wire.Lookup, tenant=tenant, keys=b"".join(keys), ring=ring, **fields)
+        self.call(node, make, deadline_s, replied)
 
     def _send(
         self,

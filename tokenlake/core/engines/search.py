@@ -40,7 +40,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.peers import Peers, Reply
+from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.transfer import CopiesOf
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.engines.sessions import Process
@@ -346,22 +346,20 @@ class Search:
                 # All these segments are leased at their owner already, so the match does not spend its whole deadline
                 # on the node that the owner redirected it to.
                 limit_s = min(limit_s, PART_OF_DEADLINE * self._limit_s)
-            lookup = partial(
-                wire.Lookup,
-                tenant=self._tenant,
-                keys=join_keys([row.key for row in rows]),
+            self._parts.peers.look_up(
+                node,
+                self._tenant,
+                [row.key for row in rows],
+                limit_s,
+                partial(self._answered, node, rows),
                 request=self._request.request,
                 may_defer=may_defer,
-                ring=self._context.ring_version,
             )
-            self._parts.peers.call(node, lookup, limit_s, partial(self._answered, node, rows))
 
     # -- answers
 
-    def _answered(self, node: NodeId, rows: list[_Row], reply: Reply | None) -> None:
-        """Handle the answer of `node` to a lookup. `reply`: None if the node did not answer in time or cannot be
-        called."""
-        answer = reply if isinstance(reply, wire.LookupReply) else None
+    def _answered(self, node: NodeId, rows: list[_Row], answer: wire.LookupReply | None) -> None:
+        """Handle the answer of `node` to a lookup; None if the node did not answer in time or cannot be called."""
         if self._state is not _State.LOOKING:
             if answer is not None and answer.lease:
                 self._parts.peers.tell(node, wire.ReleaseLease((answer.lease,)))
@@ -372,7 +370,7 @@ class Search:
             self._unanswered.add(node)
             for row in rows:
                 row.denied += (node,)
-        elif len(answer.codes) == len(rows) >= answer.known_depth:
+        else:
             self._take(node, rows, answer)
             redirected = self._redirected(node, NodeId(answer.redirect), rows)
             if redirected and self._context.now < self._deadline:

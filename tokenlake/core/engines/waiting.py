@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.peers import Peers, Reply
+from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context
 from tokenlake.core.engines.sessions import Process
 from tokenlake.identity import ConnectionId, SegmentKey, TenantId
@@ -286,14 +286,9 @@ class WaitingMatches:
             self._context.counters.add(IN_FLIGHT_MARKERS, code is Code.MISSING)
             done(code)
 
-        def replied(reply: Reply | None) -> None:
-            code = Code.UNKNOWN
-            if isinstance(reply, wire.LookupReply) and len(reply.codes) == 1:
-                if reply.lease:
-                    self._peers.tell(directory_node, wire.ReleaseLease((reply.lease,)))
-                told = Code(reply.codes[0])
-                code = told if told in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL
-            answered(code)
+        def replied(reply: wire.LookupReply | None) -> None:
+            code = Code.UNKNOWN if reply is None else Code(reply.codes[0])
+            answered(code if code in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL)
 
         (directory_node,) = self._peers.directory_nodes(key)
         if directory_node == self._context.node:
@@ -302,12 +297,8 @@ class WaitingMatches:
                 self._directory_node.set_marker(directory_node, tenant, key, marker_s)
             answered(Code.LOCAL if owner is not None else code)
             return
-        self._peers.call(
-            directory_node,
-            lambda call: wire.Lookup(call, tenant, key, "", marker_s, ring=self._context.ring_version),
-            match_deadline_s(self._context.config.match_deadline_s, 1),
-            replied,
-        )
+        limit_s = match_deadline_s(self._context.config.match_deadline_s, 1)
+        self._peers.look_up(directory_node, tenant, [key], limit_s, replied, marker_s=marker_s, lease=False)
 
     # -- checks
 

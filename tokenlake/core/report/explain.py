@@ -260,7 +260,7 @@ class Explain:
         def heard(directory_node: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
-            if not isinstance(reply, peer.ExplainMissingReply) or len(reply.rules) != len(keys):
+            if not isinstance(reply, peer.ExplainMissingReply):
                 question.silent[directory_node] = None
             else:
                 for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=True):
