@@ -10,8 +10,7 @@
         v
     the callback of each wanted segment is called once
 
-Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
-(`BackgroundLimit`).
+Transfers that no engine waits for (hand-overs) are cut into pieces, which come one after the other.
 
 Segments on a device of this node are brought in the same way, from this node itself: at most `READS` reads of a device
 at a time, and the others wait in a queue.
@@ -28,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tokenlake.core.cluster.background import BackgroundLimit
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.probes import Probes
 from tokenlake.core.cluster.transfer import ABORTED, OnArrival, Transfer
@@ -52,6 +50,9 @@ CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum wa
 SETTLED = 256
 """Maximum number of segments of ended transfers that one event reports to the fetches that wait for them. Each takes up
 to 5 us."""
+PIECE_S, MAX_PIECE_BYTES = 0.05, 16 << 20
+"""Limits of a background piece, which has at least one segment: its expected seconds, so that a read that starts
+meanwhile is delayed by little more than this, and its bytes."""
 LEAST_ANSWER_S = 0.025
 """Minimum seconds that a node has to answer a transfer: half of the minimum of `deadline_s`. A transfer with a shorter
 deadline does not show that a node is slow."""
@@ -71,9 +72,10 @@ class Transfers:
         self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
         """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
         of these fetches. The segments that arrived stay pinned until then."""
-        self._limit = BackgroundLimit(context.config.background_share)
+        self._pieces = 0
+        """Number of background pieces under way: one, and those that an engine has begun to wait for."""
         self._queue: dict[Transfer, None] = {}
-        """Background pieces that the limit holds back, oldest first."""
+        """Background pieces that wait for it to end, oldest first."""
         self._reads = DiskReads(context, self._begin, self._lose)
         self._queued: dict[Segment, Transfer] = {}
         """The queued piece of a background transfer to which each segment belongs."""
@@ -171,7 +173,7 @@ class Transfers:
             refused.append((on_arrival, Code.PENDING))
 
     def _start(self, transfer: Transfer) -> None:
-        self._limit.started(transfer.nbytes, background=transfer.background)
+        self._pieces += transfer.background
         self._order(transfer)
 
     def _begin(self, transfer: Transfer, left_s: float) -> int:
@@ -211,7 +213,7 @@ class Transfers:
     def _enqueue(self, transfer: Transfer) -> None:
         """Queue a background transfer in pieces, so that a fetch that starts next waits for one piece at most."""
         slot_s = self._peers.path(transfer.node).predict_s(transfer.slot_bytes)
-        size = self._limit.piece_segments(transfer.slot_bytes, slot_s)
+        size = max(1, min(MAX_PIECE_BYTES // transfer.slot_bytes, int(PIECE_S / slot_s)))
         for start in range(0, len(transfer.segments), size):
             piece = replace(transfer, segments=transfer.segments[start : start + size])
             piece.timer = self._context.after(transfer.wait_s, partial(self._drop_queued, piece))
@@ -220,11 +222,8 @@ class Transfers:
         self._start_allowed()
 
     def _start_allowed(self) -> None:
-        while self._queue:
-            piece = next(iter(self._queue))
-            if not self._limit.allows(piece.nbytes):
-                return
-            self._start_queued(piece)
+        while self._queue and not self._pieces:
+            self._start_queued(next(iter(self._queue)))
 
     def _start_queued(self, piece: Transfer) -> None:
         self._unqueue(piece)
@@ -343,7 +342,7 @@ class Transfers:
         """A transfer from another node has ended, by which `nbytes` came in whole segments. Tells the sender which
         segments arrived with wrong bytes: it checks its copies, and drops those that were wrong before they were
         sent."""
-        self._limit.ended(background=transfer.background)
+        self._pieces -= transfer.background
         self._context.counters.add(ARRIVED, codes.count(Code.LOCAL))
         self._context.counters.add(ARRIVED_BYTES, nbytes)
         if nbytes and not transfer.disk_s:
