@@ -26,7 +26,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovered, DiskWritten
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
 from tokenlake.disk import Place, pack_places, unpack_places
@@ -96,7 +96,7 @@ class Erasure:
     """True once the order has found all its segments."""
 
 
-class Disk:
+class Disk(Part):
     """Decides what is written to the devices of this node, and keeps the directory informed."""
 
     def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
@@ -477,12 +477,10 @@ class Disk:
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that writes hold on it; for integrity checks."""
         for batch in self._writes.values():
             yield from batch.segments
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "disk writes": len(self._writes),
             "disk erasures": len(self._erases) + len(self._erasures),
@@ -490,7 +488,6 @@ class Disk:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the disk tier contradicts itself or the segments in memory."""
         self._tier.check_integrity()
         for segment in self._context.store.segments():
             if segment.disk >= 0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenlake.core import events
@@ -21,7 +21,7 @@ from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.context import Context, CoreConfig, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.corruption import Corruption
@@ -138,6 +138,26 @@ class NodeCore:
         self._ownership.on_taken = self._drain.taken
         self._ring_change = RingChange(
             context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
+        )
+        self._parts: tuple[Part, ...] = (
+            self._sessions,
+            self._matches,
+            self._waiting,
+            self._touches,
+            self._transfers,
+            self._serving,
+            self._handover,
+            self._drain,
+            self._peers,
+            self._directory_node,
+            self._explain,
+            self._markers,
+            self._corruption,
+            self._survey,
+            self._orders,
+            self._refusals,
+            self._disk,
+            self._ring_change,
         )
         self._checks = Checks(self._sessions, self._peers, self._serving)
         self._handlers: dict[type, Callable[..., None]] = {
@@ -461,26 +481,7 @@ class NodeCore:
     def census(self) -> dict[str, int]:
         """How many objects the rules keep, by kind (leases, transfers, timers and others), except the segments: for
         gauges, and for tests that look for leaks."""
-        parts = (
-            self._sessions,
-            self._matches,
-            self._waiting,
-            self._touches,
-            self._transfers,
-            self._serving,
-            self._handover,
-            self._drain,
-            self._peers,
-            self._directory_node,
-            self._explain,
-            self._markers,
-            self._corruption,
-            self._survey,
-            self._orders,
-            self._refusals,
-            self._disk,
-        )
-        counted = {name: count for part in parts for name, count in part.census().items()}
+        counted = {name: count for part in self._parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}
 
     def idle(self) -> bool:
@@ -497,18 +498,10 @@ class NodeCore:
         peers, sends and checks hold.
         """
         self.store.check_integrity()
-        self._sessions.check_integrity()
-        self._waiting.check_integrity()
-        self._serving.check_integrity()
-        self._transfers.check_integrity()
-        self._peers.check_integrity()
-        self._explain.check_integrity()
-        self._corruption.check_integrity()
-        self._directory_node.check_integrity()
-        self._ring_change.check_integrity()
-        self._disk.check_integrity()
+        for part in self._parts:
+            part.check_integrity()
         account.check_integrity(self.counters)
-        pins = Counter(self._pinned())
+        pins = Counter(segment for part in self._parts for segment in part.pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"
             if segment.state is State.RESERVED:
@@ -516,8 +509,3 @@ class NodeCore:
         assert all(segment.pins == held for segment, held in pins.items())
         gone = sum(segment.state is State.GONE for segment in pins)
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "a slot outside the quarantine is pinned"
-
-    def _pinned(self) -> Iterator[Segment]:
-        parts = (self._sessions, self._matches, self._transfers, self._serving, self._corruption, self._disk)
-        for part in parts:
-            yield from part.pinned()

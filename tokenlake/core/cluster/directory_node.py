@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 
 from tokenlake.core.cluster.peers import Peer, Peers
-from tokenlake.core.context import Context, KnownAccess
+from tokenlake.core.context import Context, KnownAccess, Part
 from tokenlake.directory.entries import Directory, Entry
 from tokenlake.directory.ring import Ring
 from tokenlake.hints import AccessRecord
@@ -51,7 +51,7 @@ _CHANGE = NodeId("")
 """Name of the walk of a change of the ring, which is for all nodes."""
 
 
-class DirectoryNode:
+class DirectoryNode(Part):
     """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
     nodes which segments this node owns."""
 
@@ -464,11 +464,9 @@ class DirectoryNode:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the directory exceeds its bounds, or a member that left is still known."""
         self._directory.check_integrity()
         assert all(self._peers.get(node) is not None for node in (*self._known, *self._advertised))
         assert self._kept is None or not self._complete

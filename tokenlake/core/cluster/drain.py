@@ -24,7 +24,7 @@ from functools import partial
 from tokenlake.core.cluster.directory_node import WALKED_SLOTS
 from tokenlake.core.cluster.handover import MAX_OFFERS, Handover
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.instructions import Drained
 from tokenlake.identity import NodeId
 from tokenlake.memory import Cursor, Kind, Segment, State
@@ -45,7 +45,7 @@ AGAIN_S = 1.0
 """Seconds between two rounds, of which the next offers the segments that were refused before."""
 
 
-class Drain:
+class Drain(Part):
     """Hands over the primary copies of this node while the ring record says that it drains."""
 
     def __init__(self, context: Context, peers: Peers, handover: Handover) -> None:
@@ -204,7 +204,6 @@ class Drain:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"segments to hand over": sum(map(len, self._by_age.values()))}
 
 

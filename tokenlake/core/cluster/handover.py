@@ -23,7 +23,7 @@ from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peer, Peers, Reply
 from tokenlake.core.cluster.transfer import OnArrival, deadline_s
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels
 from tokenlake.memory import Kind, Segment, State
@@ -56,7 +56,7 @@ GRACE_S = 1.0
 first."""
 
 
-class Handover:
+class Handover(Part):
     """Offers new segments of this node to a clearly emptier node, and takes over segments that other nodes offer."""
 
     def __init__(
@@ -232,5 +232,4 @@ class Handover:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"offers": self._offers, "offers being taken": self._taking}

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from tokenlake.core.cluster.bulk_path import PATIENT_TRIPS, BulkPath
-from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
+from tokenlake.core.context import LOAD_HALF_LIFE_S, Context, Part
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
@@ -120,7 +120,7 @@ class Peer:
         return self.usable and self.path.alive
 
 
-class Peers:
+class Peers(Part):
     """The other members of the cluster: sends them messages and calls, and notices when one stops."""
 
     def __init__(
@@ -469,12 +469,9 @@ class Peers:
             peer.slowest_s, peer.slowest_at = seconds, self._context.now
 
     def census(self) -> dict[str, int]:
-        """How many calls to other nodes wait for an answer; one call to each peer that is up may be a ping. For gauges,
-        and for tests that look for leaks."""
         return {"calls": sum(len(peer.calls) for peer in self._peers.values())}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a call waits at a peer that is down."""
         assert list(self._peers) == sorted(self._peers)
         assert sorted(peer.node for peer in self._rotation) == list(self._peers)
         for peer in self._peers.values():

@@ -30,7 +30,7 @@ from functools import partial
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.probes import Probes
 from tokenlake.core.cluster.transfer import ABORTED, OnArrival, Transfer
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.disk_reads import DiskReads
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
 from tokenlake.disk import NO_ENTRY
@@ -58,7 +58,7 @@ LEAST_ANSWER_S = 0.025
 deadline does not show that a node is slow."""
 
 
-class Transfers:
+class Transfers(Part):
     """All transfers of segments to this node, under way or queued."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
@@ -358,7 +358,6 @@ class Transfers:
         self._peers.tell(transfer.node, wire.Corrupt(transfer.tenant, join_keys(keys)))
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that transfers hold on it; for integrity checks."""
         for transfer in (*self._under_way.values(), *self._queue, *self._reads.waiting()):
             yield from transfer.segments
         for outcomes in self._settling.values():
@@ -366,8 +365,6 @@ class Transfers:
         yield from itertools.chain.from_iterable(self._held.values())
 
     def census(self) -> dict[str, int]:
-        """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
-        leaks."""
         return {
             "transfers": len(self._under_way) - self._probes.under_way,
             "probes": self._probes.under_way,
@@ -378,7 +375,6 @@ class Transfers:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a segment belongs to no transfer or to two, or the count of probes is wrong."""
         assert self._probes.under_way == sum(not transfer.segments for transfer in self._under_way.values())
         transfers = (*self._under_way.values(), *self._queue, *self._reads.waiting())
         segments = [segment for transfer in transfers for segment in transfer.segments]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.grants import Grants, SessionGrants
 from tokenlake.identity import ConnectionId, NodeId, SessionId, TenantId
 from tokenlake.memory import Segment
@@ -57,7 +57,7 @@ class Session(SessionGrants):
         held are given back."""
 
 
-class Sessions:
+class Sessions(Part):
     """All sessions of the node's engines, at most `max_sessions`. Each of the configured tenants may have an equal part
     of them."""
 
@@ -244,12 +244,10 @@ class Sessions:
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that leases and writes of sessions hold on it; for integrity checks."""
         for session in self._sessions.values():
             yield from session.pins()
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         sessions = self._sessions.values()
         return {
             "sessions": len(self._sessions),
@@ -260,7 +258,6 @@ class Sessions:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a session has no process, or its counts differ from its leases and writes."""
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()

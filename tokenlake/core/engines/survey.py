@@ -27,7 +27,7 @@ from functools import partial
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.instructions import Located
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.wire import Code
@@ -66,7 +66,7 @@ class _Question:
         self.disk_s |= dict.fromkeys(keys, seconds / max(1, len(keys)))
 
 
-class Survey:
+class Survey(Part):
     """Handles `LocateRequested`: finds the nodes that have segments."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
@@ -164,5 +164,4 @@ class Survey:
         self._context.emit(Located(question.request, tuple(numbers), owners, disk_s))
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"surveys": self._waiting}

@@ -32,7 +32,7 @@ from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.sessions import Process
 from tokenlake.identity import ConnectionId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -133,7 +133,7 @@ class _Poll:
     waiters: dict[_Waiter, None] = field(default_factory=dict)
 
 
-class WaitingMatches:
+class WaitingMatches(Part):
     """Delays the answer to a match until its first missing segment is stored, or until its own engine should compute
     the segment."""
 
@@ -303,11 +303,9 @@ class WaitingMatches:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"matches that wait": self._waiting.total(), "polls": sum(map(len, self._polls.values()))}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each match that waits shares one poll, or has its turn to go on."""
         counted = Counter({tenant: len(woken) for tenant, woken in self._woken.items()})
         assert all(counted.values())
         for tenant, polls in self._polls.items():
@@ -320,7 +318,7 @@ class WaitingMatches:
         assert all(count <= MAX_WAITING for count in self._waiting.values())
 
 
-class InFlightMarkers:
+class InFlightMarkers(Part):
     """The in-flight markers for which engines of this node asked (`engine.MarkInFlight`). Markers of writes and of
     waiting matches are not counted here. They end when the process withdraws them or ends; a directory node drops a
     marker by itself when its time is over or the segment is stored."""
@@ -372,5 +370,4 @@ class InFlightMarkers:
         self._directory_node.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"in-flight markers": sum(len(marked) for _, marked in self._marked.values())}
