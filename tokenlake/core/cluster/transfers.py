@@ -353,8 +353,6 @@ class Transfers(Part):
             return
         self._context.counters.add(CORRUPT, len(keys))
         self._note(transfer, f"{len(keys)} arrived with a wrong checksum")
-        for key in keys:
-            self._context.store.found_corrupt(transfer.tenant, key)
         self._peers.tell(transfer.node, wire.Corrupt(transfer.tenant, join_keys(keys)))
 
     def pinned(self) -> Iterator[Segment]:
