@@ -16,10 +16,8 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import (
     Batch,
     Costs,
-    DecodeFit,
     Model,
     PrefixTree,
-    QueryFit,
     Rates,
     Request,
     SegmentSequence,
@@ -61,7 +59,8 @@ def rates(prefills: bool = True) -> Rates:
 def link(of: Rates, node: NodeId, round_trip_s: float, bytes_per_s: float) -> None:
     """Set the rates of the network to `node`."""
     of.peer(node).fetch = TransferFit(round_trip_s, 1 / bytes_per_s)
-    of.peer(node).queries = QueryFit(round_trip_s, 1 / bytes_per_s)
+    _, _, *of_work = of.peer(node).queries.coefficients
+    of.peer(node).queries.give((round_trip_s, 1 / bytes_per_s, *of_work), known=False)
 
 
 def everything(requests: Sequence[Request], *nodes: NodeId) -> dict[SegmentKey, tuple[NodeId, ...]]:
@@ -205,7 +204,7 @@ def test_the_number_of_tried_peer_sets_is_bounded(monkeypatch: pytest.MonkeyPatc
     owners = {each: (NodeId(f"n{index}"),) for index, each in enumerate(long.keys)}
     for (node,) in owners.values():
         made.peer(node).fetch = TransferFit(1.0, 1.0)
-        made.peer(node).queries = QueryFit(1e-6, 1e-12, 0.0, 0.0)
+        made.peer(node).queries.give((1e-6, 1e-12, 0.0, 0.0), known=False)
     tree = grow([long], owners, TOKENS)
     choose(Costs(tree, Batch(tree, [0], made), A, MODEL, made))
     assert len(tree.sequences) == 10
@@ -217,7 +216,7 @@ def test_many_readers_share_one_fetch() -> None:
     made = rates()
     link(made, B, 1e-5, 1e9)
     made.peer(B).open_s.add(0.0)
-    made.decode = DecodeFit(1e-8)
+    made.decode.give((0.0, 0.0, 1e-8), known=False)
     alone = request("abcd", tokens=80, answer=20)
     assert decide(made, [alone], B) == [Way.SHIP]
     assert decide(made, [alone] * 60, B) == [Way.FETCH]

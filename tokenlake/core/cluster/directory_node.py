@@ -208,7 +208,7 @@ class DirectoryNode(Part):
             self.on_redundant(redundant)
 
     def owned(
-        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
+        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None
     ) -> wire.Redundant:
         """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which the
         directory names another owner that can be reached, and these owners. Entries of `previous`, and of nodes that

@@ -83,9 +83,7 @@ MAX_MARKERS_BY_TENANT = 16 * MAX_MARKERS
 class Wait:
     """The time for which one match may still wait for a segment that another engine computes."""
 
-    def __init__(
-        self, now: float, in_flight_wait_s: float, per_segment_s: float = 0.0, expected_s: float = 0.0
-    ) -> None:
+    def __init__(self, now: float, in_flight_wait_s: float, per_segment_s: float, expected_s: float) -> None:
         """`in_flight_wait_s`: maximum wait in seconds. `per_segment_s`: if above 0, the wait is also at most this many
         seconds for each missing segment. `expected_s`: for so many seconds the match also waits for a segment without a
         marker."""
