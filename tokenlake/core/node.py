@@ -42,13 +42,13 @@ from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
-from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, NodeId, SessionId, TenantId, WriteId
 from tokenlake.location import Location
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
 from tokenlake.wire import engine, peer
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 
 class HandlerFailed(RuntimeError):
@@ -96,31 +96,24 @@ class NodeCore:
         )
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
-        self._ownership = Ownership(context, self._peers, self._directory_node)
+        self._disk = Disk(context, self._directory_node)
+        self._ownership = Ownership(context, self._peers, self._directory_node, self._disk)
         self._directory_node.on_redundant = self._ownership.redundant
-        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
+        self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
-        self._disk = Disk(context, self._directory_node)
-        self._ownership.forget_on_disk = self._disk.forget
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node)
         context.store.on_arrival = self._arrived
-        self._matches = Matches(
-            context,
-            self._grants,
-            self._peers,
-            self._directory_node,
-            self._waiting,
-            self._explain,
-            self._copies_of,
-        )
+        self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._waiting, self._explain)
         self._corruption = Corruption(context)
-        self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
+        self._reads = LeaseReads(
+            context, self._grants, self._peers, self._directory_node, self._transfers, self._touches
+        )
         self._refusals = Refusals(context)
         self._writes = Writes(
             context,
@@ -134,8 +127,7 @@ class NodeCore:
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._orders = Orders(context, self._disk)
         self._learned = Learned(context, self._peers)
-        self._drain = Drain(context, self._peers, self._handover)
-        self._ownership.on_taken = self._drain.taken
+        self._drain = Drain(context, self._peers, self._ownership, self._handover)
         self._ring_change = RingChange(
             context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
         )
@@ -455,17 +447,6 @@ class NodeCore:
         for (tenant, rule, access), segments in groups.items():
             age_s = self._context.since(segments[0].touched)
             self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)
-
-    def _copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
-        """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
-        first: the owner according to this node's directory, then the two candidates of the key."""
-        answers = self._directory_node.answers(tenant, list(keys))
-        candidates = self._context.ring.candidates(join_keys(keys))
-        delivering = {peer_.node for peer_ in self._peers if peer_.delivers}
-        return [
-            [node for node in dict.fromkeys((named, *pair)) if node is not None and node in delivering]
-            for (_, named), pair in zip(answers, candidates, strict=True)
-        ]
 
     def _report(self) -> None:
         self._touches.report()

@@ -144,6 +144,16 @@ class DirectoryNode(Part):
             return Code.PENDING, None
         return (Code.MISSING, None) if mine else (Code.ELSEWHERE, entry.node)
 
+    def copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
+        """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
+        first: the owner according to this node's directory, then the two candidates of the key."""
+        delivering = {peer.node for peer in self._peers if peer.delivers}
+        pairs = zip(self.answers(tenant, keys), self._context.ring.candidates(join_keys(keys)), strict=True)
+        return [
+            [node for node in dict.fromkeys((named, *pair)) if node is not None and node in delivering]
+            for (_, named), pair in pairs
+        ]
+
     def recorded_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
         """The owner of the segment according to the directory, whether or not it can be reached; None where no node
         owns it."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peer, Peers, Reply
 from tokenlake.core.cluster.transfer import OnArrival, deadline_s
 from tokenlake.core.cluster.transfers import Transfers
@@ -64,16 +65,16 @@ class Handover(Part):
         context: Context,
         peers: Peers,
         directory_node: DirectoryNode,
+        ownership: Ownership,
         transfers: Transfers,
     ) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
+        self._ownership = ownership
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
-        self.on_taken: Callable[[NodeId, Segment], None] = lambda node, segment: None
-        """Called with each segment that another node took over, and that node."""
         self._offers = 0
         """Offers that are not answered yet."""
         self._comparing = False
@@ -159,9 +160,8 @@ class Handover(Part):
             # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
             for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
                 if code == Code.COMMITTED and segment.owned:
-                    self._context.store.disown(segment, node, self._context.now)
+                    self._ownership.give_up(segment, node)
                     self._context.counters.add(HANDED_OVER)
-                    self.on_taken(node, segment)
         done()
 
     # -- offers taken

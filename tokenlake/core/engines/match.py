@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfer import CopiesOf
 from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.access import access_of_match, with_access
 from tokenlake.core.engines.grants import Grants, Lease, pack
@@ -121,13 +120,12 @@ class Matches(Part):
         directory_node: DirectoryNode,
         waiting: WaitingMatches,
         explain: Explain,
-        copies_of: CopiesOf,
     ) -> None:
         self._context = context
         self._grants = grants
         self._peers = peers
         self._explain = explain
-        self._parts = Parts(context, peers, directory_node, waiting, copies_of)
+        self._parts = Parts(context, peers, directory_node, waiting)
         self._under_way: dict[_Match, None] = {}
         self._match_seconds = context.counters.histogram(MATCH_SECONDS)
         self._wait_seconds = context.counters.histogram(WAIT_SECONDS)

@@ -41,7 +41,6 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfer import CopiesOf
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.waiting import Wait, WaitingMatches
@@ -122,7 +121,6 @@ class Parts(NamedTuple):
     peers: Peers
     directory_node: DirectoryNode
     waiting: WaitingMatches
-    copies_of: CopiesOf
 
 
 @dataclass(eq=False, slots=True)
@@ -334,7 +332,7 @@ class Search:
 
     def _other_copy(self, row: _Row) -> NodeId | None:
         """Another node that may have a copy of a segment whose node delivers none."""
-        copies = self._parts.copies_of(self._tenant, [row.key])[0] if row.undelivered else []
+        copies = self._parts.directory_node.copies_of(self._tenant, [row.key])[0] if row.undelivered else []
         return next((node for node in copies if node not in row.denied), None)
 
     def _send(self, lookups: dict[NodeId, list[_Row]]) -> None:
