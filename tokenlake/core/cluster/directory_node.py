@@ -164,30 +164,28 @@ class DirectoryNode(Part):
 
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Tell the directory nodes of `keys` that an engine of this node computes them, for at most `seconds`."""
-        for key in self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds)):
-            self.set_marker(self._context.node, tenant, key, seconds)
+        own = self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds))
+        self.set_markers(self._context.node, tenant, own, seconds)
 
     def announced(self, node: NodeId, message: wire.MarkInFlight) -> None:
         """Set the in-flight markers that `node` announces: its engines compute these segments."""
-        for key in split_keys(message.keys):
-            self.set_marker(node, TenantId(message.tenant), key, message.deadline_s)
+        self.set_markers(node, TenantId(message.tenant), split_keys(message.keys), message.deadline_s)
 
-    def set_marker(self, node: NodeId, tenant: TenantId, key: SegmentKey, seconds: float) -> None:
-        """Set an in-flight marker: an engine of `node` computes the segment, for at most `seconds`. It has no effect
+    def set_markers(self, node: NodeId, tenant: TenantId, keys: Iterable[SegmentKey], seconds: float) -> None:
+        """Set in-flight markers: engines of `node` compute the segments, for at most `seconds`. They have no effect
         where the segment exists or another node's marker stands."""
         deadline = self._context.now + min(self._context.config.reservation_s, seconds)
         if deadline > self._context.now:
-            self._directory.mark(tenant, key, node, self._incarnation(node), deadline, self._context.now)
+            self._directory.mark(tenant, keys, node, self._incarnation(node), deadline, self._context.now)
 
     def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
         """Tell the directory nodes of `keys` that no engine of this node computes them any more."""
-        for key in self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed)):
-            self._directory.clear(tenant, key, self._context.node)
+        own = self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed))
+        self._directory.clear(tenant, own, self._context.node)
 
     def withdrawn(self, node: NodeId, message: wire.ClearInFlight) -> None:
         """Remove in-flight markers that `node` takes back."""
-        for key in split_keys(message.keys):
-            self._directory.clear(TenantId(message.tenant), key, node)
+        self._directory.clear(TenantId(message.tenant), split_keys(message.keys), node)
 
     def _tell(self, keys: Sequence[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
         """Send `make(concatenated keys)` to each node other than this one that keeps the entries of some `keys`.
@@ -225,18 +223,18 @@ class DirectoryNode(Part):
         cannot be reached, are replaced. Where this node stands in for the directory node of a key, each entry is
         replaced: it may come from an earlier outage of the directory node, and its owner has told only the directory
         node of later changes."""
-        redundant: list[SegmentKey] = []
-        owners: list[str] = []
         incarnation, here = self._incarnation(node), self._context.node
-        for key, (first, _) in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
-            owner = self._directory.own(tenant, key, node, incarnation, previous)
-            if owner is not None and (first != here or (owner != here and not self._peers.reachable(owner))):
-                self._directory.gone(tenant, key, owner)
-                owner = self._directory.own(tenant, key, node, incarnation, previous)
-            if owner is not None:
-                redundant.append(key)
-                owners.append(owner)
-        return wire.Redundant(tenant, join_keys(redundant), tuple(owners))
+        others = self._directory.own(tenant, keys, node, incarnation, previous)
+        if others:
+            known = list(others)
+            pairs = zip(known, self._context.ring.candidates(join_keys(known)), strict=True)
+            firsts = {key: first for key, (first, _) in pairs}
+            for key, owner in list(others.items()):
+                if firsts[key] != here or (owner != here and not self._peers.reachable(owner)):
+                    self._directory.gone(tenant, (key,), owner)
+                    self._directory.own(tenant, (key,), node, incarnation, previous)
+                    del others[key]
+        return wire.Redundant(tenant, join_keys(list(others)), tuple(others.values()))
 
     def _incarnation(self, node: NodeId) -> Incarnation:
         peer = self._peers.get(node)
@@ -244,8 +242,7 @@ class DirectoryNode(Part):
 
     def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
         """Drop the directory entries of these segments that name `node`, which does not have them."""
-        for key in keys:
-            self._directory.gone(tenant, key, node)
+        self._directory.gone(tenant, keys, node)
 
     def tell_evicted(
         self, tenant: TenantId, keys: Sequence[SegmentKey], rule: str, access: AccessRecord, age_s: float
@@ -293,8 +290,7 @@ class DirectoryNode(Part):
         """Remember the last access, `age_s` seconds ago, of segments that left their owner. If they come back on any
         node, the eviction policy values them with the help of it."""
         if access.segments:
-            for key in keys:
-                self._directory.remember(tenant, key, access, self._context.now - age_s)
+            self._directory.remember(tenant, keys, access, self._context.now - age_s)
 
     def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> KnownAccess | None:
         """Returns (index, last access, seconds since then) of the last of `keys` whose last access the directory

@@ -267,7 +267,7 @@ class Serving(Part):
                 if codes[index] != _MISSING:
                     continue
                 if self._context.node in pair:
-                    self._directory_node.set_marker(node, tenant, key, message.marker_s)
+                    self._directory_node.set_markers(node, tenant, (key,), message.marker_s)
                 else:
                     # The ring changed since the reader began to wait here: another node grants the markers of this key.
                     codes[index] = Code.UNKNOWN

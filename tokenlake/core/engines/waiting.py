@@ -292,7 +292,7 @@ class WaitingMatches(Part):
         if directory_node == self._context.node:
             code, owner = self._directory_node.answers(tenant, [key])[0]
             if code is Code.MISSING:
-                self._directory_node.set_marker(directory_node, tenant, key, marker_s)
+                self._directory_node.set_markers(directory_node, tenant, (key,), marker_s)
             answered(Code.LOCAL if owner is not None else code)
             return
         limit_s = match_deadline_s(self._context.config.match_deadline_s, 1)
