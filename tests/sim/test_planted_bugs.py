@@ -26,7 +26,6 @@ from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import HandlerFailed, NodeCore
-from tokenlake.directory.entries import Entry
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.memory import Kind, SegmentStore
 from tokenlake.memory.slot_table import SlotTable
@@ -180,8 +179,9 @@ def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
     """A directory node believes each node that reports a primary copy, and names no copy as redundant."""
 
     def owned(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any, previous: Any = None) -> peer.Redundant:
-        for key in keys:
-            self._directory._put(tenant, key, Entry(node, self._incarnation(node)))
+        for key, other in self._directory.own(tenant, keys, node, self._incarnation(node)).items():
+            self._directory.gone(tenant, (key,), other)
+            self._directory.own(tenant, (key,), node, self._incarnation(node))
         return peer.Redundant(tenant, b"", ())
 
     patch.setattr(DirectoryNode, "owned", owned)
@@ -207,10 +207,10 @@ def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     """A malformed message ends the suspicion of its sender, as a sign of life."""
     original = Checks.check
 
-    def check(self: Checks, event: Any, now: float) -> None:
+    def check(self: Checks, event: Any) -> None:
         if isinstance(event, PeerSent) and self._peers.get(NodeId(event.node)) is not None:
             self._peers.heard(NodeId(event.node))
-        original(self, event, now)
+        original(self, event)
 
     patch.setattr(Checks, "check", check)
 
@@ -219,10 +219,10 @@ def renewed_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     """A malformed request keeps a session alive."""
     original = Checks.check
 
-    def check(self: Checks, event: Any, now: float) -> None:
+    def check(self: Checks, event: Any) -> None:
         if isinstance(event, Requested) and (process := self._sessions.process(ConnectionId(event.connection))):
             self._sessions.renew(process.session)
-        original(self, event, now)
+        original(self, event)
 
     patch.setattr(Checks, "check", check)
 
