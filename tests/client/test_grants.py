@@ -29,7 +29,7 @@ from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
 from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
-from tokenlake_client.grants import END, Grants, LeaseHold, closed_with_arrays
+from tokenlake_client.grants import Grants, LeaseHold, closed_with_arrays
 from tokenlake_client.write import Write
 from tokenlake_testing.cluster import Cluster
 
@@ -321,7 +321,8 @@ def test_a_release_waits_for_an_attach() -> None:
         with grants.attaching(lease, PATIENT_S, write=False):
             grants.release(hold, 0, 4)
             assert daemon.received() == [engine.Attach(1, lease)]
-        assert daemon.received() == [engine.Release(((lease, 0, END),))]
+        sent = engine.releasable([(lease, 0, engine.MAX_KEYS)])
+        assert daemon.received() == [engine.Release(part) for part in sent]
 
 
 def test_an_attach_that_is_not_sent_keeps_no_lease() -> None:

@@ -51,7 +51,7 @@ def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s
             peer.fetch.add(count << 14, byte_s * (count << 14), 0.0)
             peer.queries.add(count, count << 10, 16 * count, query_s, 0.0)
     for node in cluster.nodes:
-        rates.peer(NodeId(node.name)).open_s.add(query_s, 0.0)
+        rates.peer(NodeId(node.name)).open_s.add(query_s)
     return rates
 
 

@@ -7,14 +7,13 @@ import logging
 import os
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from tokenlake.content import content_limit
 from tokenlake.core import events
-from tokenlake.core.engines.pieces import LONG, LongRequest
 from tokenlake.core.instructions import Answer, Welcomed
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
@@ -243,8 +242,8 @@ class EngineListener:
 
     # -- requests
 
-    def _received(self, connection: EngineConnection, body: bytes) -> Iterator[None] | None:
-        """Handle a request. Returns the rest of the work on it, or None when nothing is left."""
+    def _received(self, connection: EngineConnection, body: bytes) -> None:
+        """Handle a request."""
         try:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain | engine.Bye):
@@ -256,10 +255,11 @@ class EngineListener:
                 connection.refuse(0, error)
             else:
                 self._refuse(connection, 0, EngineRefused(Reason.VERSION, error))
-            return None
+            return
         own = self._requests.get(type(message))
         if own is None:
-            return self._pass_on(connection, message)
+            self._pass_on(connection, message)
+            return
         try:
             own(connection, message)
         except OSError as error:
@@ -268,7 +268,6 @@ class EngineListener:
             connection.fail(getattr(message, "id", 0), LimitReached, reason)
             if isinstance(message, engine.Hello):
                 self._refused.refused(connection.process, connection.tenant, Reason.LIMIT, reason)
-        return None
 
     def _refuse(self, connection: EngineConnection, request: int, refused: EngineRefused) -> None:
         """Refuse a process that has not joined a session, and close its connection."""
@@ -276,8 +275,8 @@ class EngineListener:
         self._refused.refused(connection.process, connection.tenant, refused.reason, str(refused))
         connection.refuse(request, refused.error)
 
-    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> Iterator[None] | None:
-        """Hand a request to the rules, unless it exceeds a limit. Returns the rest of the work on it."""
+    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        """Hand a request to the rules, unless it exceeds a limit."""
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
             kind = type(message).__name__
             log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
@@ -287,13 +286,10 @@ class EngineListener:
             # exceeds the limit of keys. The project's own clients never do that.
             if reason := keys_over_limit(message):
                 connection.refuse(0, LimitReached(reason))
-                return None
-        else:
-            if reason := connection.admit(message):
-                connection.fail(number, LimitReached, reason)
-                return None
-        if isinstance(message, LONG):
-            return self._in_pieces(connection, message)
+                return
+        elif reason := connection.admit(message):
+            connection.fail(number, LimitReached, reason)
+            return
         if isinstance(message, engine.Prepare) and message.contents:
             # The rules do not know the contents, so that the event log has no tokens.
             layout = connection.layout
@@ -302,12 +298,6 @@ class EngineListener:
             self._contents.offer(connection.tenant, split_keys(message.keys), message.contents, limit)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
-        return None
-
-    def _in_pieces(self, connection: EngineConnection, message: LongRequest) -> Iterator[None]:
-        for piece in self._driver.core.pieces(connection.number, message):
-            self._driver.handle(events.Requested(connection.number, piece))
-            yield
 
     def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Hello)

@@ -151,7 +151,7 @@ class Fleet:
                 took = what.prefilled
                 self.rates.prefill.add(took.new_tokens, took.prefix_tokens, took.seconds, now)
             case "answered_tokens":
-                self.rates.answer_tokens.add(float(what.answered_tokens), now)
+                self.rates.answer_tokens.add(float(what.answered_tokens))
             case _:
                 raise ValueError("a report without content")
 

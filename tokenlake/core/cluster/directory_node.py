@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 
 from tokenlake.core.cluster.peers import Peer, Peers
-from tokenlake.core.context import Context, KnownAccess
+from tokenlake.core.context import Context, KnownAccess, Part
 from tokenlake.directory.entries import Directory, Entry
 from tokenlake.directory.ring import Ring
 from tokenlake.hints import AccessRecord
@@ -51,7 +51,7 @@ _CHANGE = NodeId("")
 """Name of the walk of a change of the ring, which is for all nodes."""
 
 
-class DirectoryNode:
+class DirectoryNode(Part):
     """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
     nodes which segments this node owns."""
 
@@ -144,6 +144,16 @@ class DirectoryNode:
             return Code.PENDING, None
         return (Code.MISSING, None) if mine else (Code.ELSEWHERE, entry.node)
 
+    def copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
+        """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
+        first: the owner according to this node's directory, then the two candidates of the key."""
+        delivering = {peer.node for peer in self._peers if peer.delivers}
+        pairs = zip(self.answers(tenant, keys), self._context.ring.candidates(join_keys(keys)), strict=True)
+        return [
+            [node for node in dict.fromkeys((named, *pair)) if node is not None and node in delivering]
+            for (_, named), pair in pairs
+        ]
+
     def recorded_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
         """The owner of the segment according to the directory, whether or not it can be reached; None where no node
         owns it."""
@@ -206,7 +216,7 @@ class DirectoryNode:
             self.on_redundant(redundant)
 
     def owned(
-        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
+        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None
     ) -> wire.Redundant:
         """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which the
         directory names another owner that can be reached, and these owners. Entries of `previous`, and of nodes that
@@ -460,11 +470,9 @@ class DirectoryNode:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the directory exceeds its bounds, or a member that left is still known."""
         self._directory.check_integrity()
         assert all(self._peers.get(node) is not None for node in (*self._known, *self._advertised))
         assert self._kept is None or not self._complete

@@ -11,7 +11,7 @@ from tokenlake.core.cluster.handover import Handover
 from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
-from tokenlake.core.engines.grants import PIECE, Grants, Write
+from tokenlake.core.engines.grants import Grants, Write
 from tokenlake.core.engines.sessions import Process, Session
 from tokenlake.core.instructions import Answer
 from tokenlake.core.report.refusals import Refusals
@@ -56,12 +56,10 @@ class Writes:
 
     def prepare(self, process: Process, request: engine.Prepare) -> None:
         """Reserve slots for segments that an engine will write. The answer has one code per key, and a slot for each
-        key with the code RESERVED. After a refusal no further key of the request gets a slot, and none behind the first
-        `PIECE` keys does."""
+        key with the code RESERVED. After a refusal no further key of the request gets a slot."""
         session, store = process.session, self._context.store
-        everything = split_keys(request.keys)
-        keys = everything[:PIECE]
-        access, parents = session.recent.access(everything, request.first)
+        keys = split_keys(request.keys)
+        access, parents = session.recent.access(keys, request.first)
         hints = with_access(request.hints, access)
         write = Write(WriteId(self._context.next_id()), process.connection)
         room = self._grants.reserve_room(session)
@@ -90,9 +88,6 @@ class Writes:
                     self._refusals.refused(session.tenant, key, outcome)
                     continue
             self._refusals.served(session.tenant, key)
-        beyond = len(everything) - len(keys)
-        for key in everything[PIECE:]:
-            self._refusals.refused(session.tenant, key, Code.SESSION_LIMIT)
         # The engine computed segments again that this node has (EXISTS): that counts as a read of them. They are looked
         # up anew, since the reservation for a later key of this request may have evicted one.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
@@ -102,10 +97,7 @@ class Writes:
             self._grants.add_write(session, write)
             reserved = [segment.key for segment in write.open.values()]
             self._directory_node.announce(session.tenant, reserved, self._context.config.reservation_s)
-        packed = b"".join(slots) + NO_SLOT_BYTES * beyond
-        reply = engine.Prepared(
-            request.id, write.id if write.open else 0, bytes(codes) + bytes([Code.SESSION_LIMIT]) * beyond, packed
-        )
+        reply = engine.Prepared(request.id, write.id if write.open else 0, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
 
     def _reserve(
