@@ -37,7 +37,7 @@ from tokenlake.disk.slab import Device, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, SlotPool, State
-from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, VOID_RULES
+from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, OPERATOR_RULE, VOID_RULES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys, split_keys
@@ -296,7 +296,7 @@ class Disk(Part):
 
     # -- leaving the disk
 
-    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str = DISK_RULE) -> int:
+    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str) -> int:
         """Drop the copies on disk of these segments; those that are being written stay. `rule`: the reason, for the log
         of removals. Returns how many were dropped."""
         dropped = 0

@@ -28,6 +28,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.disk import Disk
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory import Cursor, Kind, Segment, State
+from tokenlake.memory.removals import REDUNDANT_RULE
 from tokenlake.metrics import Metric
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import split_keys
@@ -76,7 +77,7 @@ class Ownership:
         """Handle the answer of a directory node that other nodes own these segments: the copies of this node become
         cached copies, and those on disk are dropped."""
         tenant = TenantId(message.tenant)
-        self._disk.forget(tenant, split_keys(message.keys))
+        self._disk.forget(tenant, split_keys(message.keys), REDUNDANT_RULE)
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
             segment = self._context.store.get(tenant, key)
             if segment is not None and (segment.owned or (segment.kind is _CACHED and segment.source is None)):
