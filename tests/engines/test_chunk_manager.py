@@ -95,7 +95,7 @@ def test_the_manager_says_which_tokens_are_loaded() -> None:
     """The chunks of one group stand for the tokens."""
     made = Made()
     made.manager.counted_group = 1
-    made.manager.with_tokens("r", lambda: 99)
+    made.manager.new_request("r", None, lambda: 99)
     windowed = [key(number, 1) for number in range(4)]
     asked = [*KEYS[:2], *windowed, *KEYS[2:]]
     made.store(*asked)
@@ -351,9 +351,8 @@ def test_nothing_is_stored_where_saving_is_off() -> None:
 
 def adapted(found: Callable[[RequestAdapter], None]) -> Made:
     made = Made()
-    made.manager.new_request("a")
     adapter = RequestAdapter(3, "name", "/path")
-    made.manager.with_adapter("a", adapter)
+    made.manager.new_request("a", adapter=adapter)
     assert made.find(name="a") == [RETRY] * 4
     assert made.manager.prepare_store("a", KEYS) is None
     found(adapter)
@@ -377,8 +376,7 @@ def test_jobs_name_other_numbers_of_an_adapter() -> None:
     for number in (3, 4):
         adapter = RequestAdapter(number, "name", "/path")
         adapter.files, adapter.digest = "files", "digest"
-        made.manager.new_request(f"r{number}")
-        made.manager.with_adapter(f"r{number}", adapter)
+        made.manager.new_request(f"r{number}", adapter=adapter)
     assert made.store(*KEYS, name="r4").adapter == AdapterUse(4, "files", others=(3,))
     made.manager.cache_emptied()
     job = made.store(*KEYS, name="r4").adapter
@@ -394,7 +392,4 @@ def test_an_adapter_that_cannot_be_read_or_takes_too_long() -> None:
     late = adapted(lambda adapter: None)
     late.clock.now += 0.02
     assert late.find(name="a") == [MISS] * 4
-    unknown = Made()
-    unknown.manager.refuse_request("r", "the reason")
-    assert (unknown.find(), unknown.refusals) == ([MISS] * 4, ["the reason"])
-    assert unknown.counters.read().requests_not_served == 1
+    assert Made().find(name="of no request that the pool serves") == [MISS] * 4

@@ -21,7 +21,7 @@ from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.vllm import connector as known
 from tokenlake_client.engines.vllm import patches, side
 from tokenlake_client.engines.vllm.offloading import connector as opaque
-from tokenlake_client.engines.vllm.patches import ADAPTERS, OFFLOADING, VERSION, Patch, apply
+from tokenlake_client.engines.vllm.patches import ADAPTERS, VERSION, Patch, apply
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -85,7 +85,7 @@ def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: py
 # -- methods of vLLM that are replaced
 
 
-@pytest.mark.parametrize("group", [VERSION, ADAPTERS, OFFLOADING])
+@pytest.mark.parametrize("group", [VERSION, ADAPTERS])
 def test_this_vllm_has_all_methods_that_are_replaced(group: tuple[Patch, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it lacks one of a group, none is replaced."""
 
@@ -110,6 +110,6 @@ def test_what_goes_without_the_pool_if_they_are_lacking(arguments: Any, monkeypa
     assert side.Side({}).adapters(object(), "float32") is None
     request = SimpleNamespace(lora_request=object(), mm_features=())
     assert "LoRA adapters" in str(side.not_served(request, None))
-    monkeypatch.setattr("tokenlake_client.engines.vllm.offloading.spec.apply", lambda group: False)
+    monkeypatch.setattr(opaque, "EXTENDED", (*opaque.EXTENDED, "it_was_renamed"))
     with pytest.raises(LayoutRefused, match="lacks a method of OffloadingConnector"):
         opaque.OpaqueLayoutConnector(*arguments)

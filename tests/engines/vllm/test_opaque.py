@@ -255,8 +255,6 @@ def tokens_and_hit(engine: Engine, *engines: Engine) -> tuple[list[list[int]], l
     for one in (engine, *engines):
         until, cached = time.monotonic() + TIMEOUT_S, 0
         while not cached and time.monotonic() < until:
-            # vLLM's own connector hands its jobs to the backend in the next step.
-            one.generate([prompt(40, 3)])
             one.call("forget")
             answer = one.timed([prompt(1000, 1)])
             assert answer.tokens == tokens[:1]
@@ -265,23 +263,19 @@ def tokens_and_hit(engine: Engine, *engines: Engine) -> tuple[list[list[int]], l
     return tokens, hits
 
 
-def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Cluster, tmp_path: Path) -> None:
-    """Both share with each other: they find the same layout. The first is told of the ranks' caches in its first
-    step."""
+def test_within_other_connectors(window: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """It shares with an engine that has one connector: they find the same layout."""
     pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "within", **PATIENT}
-    spec = {"spec_name": "TokenLakeOffloadingSpec", "spec_module_path": "tokenlake_client.engines.vllm.offloading.spec"}
-    recompute = {"kv_load_failure_policy": "recompute"}
-    own = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None, **recompute}
-    within = ForkedEngine(window, tmp_path / "within.log", [pool], transfer=recompute)
-    behind = ForkedEngine(window, tmp_path / "behind.log", pool | spec, transfer=own)
+    within = ForkedEngine(window, tmp_path / "within.log", [pool], transfer={"kv_load_failure_policy": "recompute"})
+    alone = ForkedEngine(window, tmp_path / "alone.log", pool)
     plain = ForkedEngine(window, tmp_path / "plain.log", None)
     try:
         expected = plain.generate([prompt(1000, 1), prompt(600, 2)])
-        assert tokens_and_hit(within, behind) == (expected, [True, True])
-        for engine in (within, behind):
+        assert tokens_and_hit(within, alone) == (expected, [True, True])
+        for engine in (within, alone):
             assert tracebacks(engine) == []
     finally:
-        for engine in (within, behind, plain):
+        for engine in (within, alone, plain):
             engine.close()
 
 

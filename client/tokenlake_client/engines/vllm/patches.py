@@ -8,7 +8,6 @@ version of vLLM lacks the class or the method, none of the group is replaced, an
 |---|---|
 | `VERSION` | each change of the weights in place begins a random epoch: nothing is shared under the trainer's version |
 | `ADAPTERS` | requests with LoRA adapters are served without the pool, which a warning says |
-| `OFFLOADING` | models whose layout the pool does not know are served without the pool, which a warning says |
 """
 
 from __future__ import annotations
@@ -45,18 +44,6 @@ ADAPTERS = (
         "adapters:load_adapter",
         "tells which files of an adapter vLLM has loaded",
     ),
-)
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector"
-# vLLM's class takes each load for a success, does not pass the requests on to the backend, and does not pass reports on
-# the caches of the ranks to the scheduler's side.
-OFFLOADING = tuple(
-    Patch(_CONNECTOR, method, f"offloading.hooks:{method}", why)
-    for method, why in {
-        "on_new_request": "hands the request, and so its LoRA adapter, to the manager",
-        "get_transfer_results": "names requests whose load failed, so that vLLM computes them",
-        "update_connector_output": "counts these loads, and passes the ranks' reports on their caches on",
-        "build_connector_worker_meta": "carries the report of a rank in its first step",
-    }.items()
 )
 _REPLACED = "_tokenlake_hook"
 
