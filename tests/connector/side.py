@@ -25,9 +25,7 @@ ENOUGH = 8
 class Bench:
     """A scheduler's side, its pool and its clock."""
 
-    def __init__(
-        self, load: str = "async", *, shared: bool = False, weigh_loads: bool = True, save: bool = True
-    ) -> None:
+    def __init__(self, *, shared: bool = False, weigh_loads: bool = True, save: bool = True) -> None:
         self.pool = FakePool(segment_tokens=SEGMENT)
         self.there = True
         """Does the connection hand out the pool?"""
@@ -35,12 +33,7 @@ class Bench:
         self.counters = EngineCounters()
         self.reported: list[str] = []
         self.refused: list[str] = []
-        settings = EngineSettings(
-            segment_tokens=SEGMENT,
-            load=load,  # type: ignore[arg-type]
-            weigh_loads=weigh_loads,
-            save=save,
-        )
+        settings = EngineSettings(segment_tokens=SEGMENT, weigh_loads=weigh_loads, save=save)
         self.side = SchedulerSide(
             self._usable,
             settings,
@@ -91,7 +84,7 @@ def prefill(bench: Bench, count: int = ENOUGH) -> None:
         one = request(20 + 8 * number, f"prefill {number}", 10_000 + 100 * number)
         bench.place(one)
         plan = bench.step(one, 0, one.num_tokens)
-        bench.side.worker_output(StepReport(plan.step, 0, computed={plan.step: one.num_tokens * TOKEN_S}), [], set())
+        bench.side.worker_output(StepReport(0, computed={plan.step: one.num_tokens * TOKEN_S}), [], set())
         bench.side.finished(one, [], RequestEnd(complete=False))
 
 
@@ -101,9 +94,9 @@ def load(bench: Bench, took: LoadTime, node: str = "here", count: int = ENOUGH) 
         one = request(SEGMENT + 1, f"load {node} {number}", 20_000 + 100 * number)
         know(bench, one, [node])
         assert bench.place(one) == SEGMENT, "every hit is loaded until enough loads are measured"
-        plan = bench.side.step([], lambda name: [])
-        report = StepReport(plan.step, 0, loaded={one.request_id: took})
-        bench.side.worker_output(report, [one.request_id] if not plan.wait else [], set())
+        bench.side.step([], lambda name: [])
+        report = StepReport(0, loaded={one.request_id: took})
+        bench.side.worker_output(report, [one.request_id], set())
         bench.side.finished(one, [], RequestEnd(complete=False))
 
 

@@ -239,15 +239,14 @@ def test_the_wait_for_a_lookup_is_sampled_once_per_placing() -> None:
 
 
 @pytest.mark.parametrize("node", ["here", "far"])
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_times_of_loads(node: str, mode: str) -> None:
-    bench, one = Bench(mode), request(SEGMENT + 1)
+def test_the_times_of_loads(node: str) -> None:
+    bench, one = Bench(), request(SEGMENT + 1)
     know(bench, one, [node])
     bench.place(one)
-    plan = bench.side.step([], lambda name: [])
+    bench.side.step([], lambda name: [])
     taken(bench)
     slowest = LoadTime(0.5, 0.25).slower(CHEAP)
-    bench.side.worker_output(StepReport(plan.step, 0, loaded={"r": slowest}), [] if plan.wait else ["r"], set())
+    bench.side.worker_output(StepReport(0, loaded={"r": slowest}), ["r"], set())
     growth = taken(bench)
     assert growth == {"copy_seconds": [0.25]} | ({"fetch_seconds": [0.5]} if node == "far" else {})
     bench.side.finished(one, [], RequestEnd(complete=False))

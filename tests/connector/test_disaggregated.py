@@ -185,7 +185,7 @@ def test_no_wait_for_segments_refused_before_the_offer() -> None:
     bench, one = Bench(), request(27)
     begin(bench, one)
     plan = bench.step(one, 0, 8)
-    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    bench.side.worker_output(StepReport(plan.saves[-1].job), [], set())
     bench.step(one, 8, 8)
     bench.step(one, 16, 11)
     keys = keys_of(bench, one.all_token_ids)
@@ -233,7 +233,7 @@ def test_blocks_are_kept_until_the_prompt_is_stored() -> None:
     one = request(27, "q", 1000)
     begin(bench, one)
     plan = bench.step(one, 0, 27)
-    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    bench.side.worker_output(StepReport(plan.saves[-1].job), [], set())
     one.all_token_ids.append(7)
     keep, offer = bench.side.finished(one, blocks_of(one), LENGTH)
     assert (keep, offer is not None) == (False, True)
@@ -254,9 +254,8 @@ def test_the_time_of_a_prefill_is_stated_once_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("tokens", PROMPTS)
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_all_tokens_but_the_last_are_loaded(tokens: int, mode: str) -> None:
-    bench = Bench(mode)
+def test_all_tokens_but_the_last_are_loaded(tokens: int) -> None:
+    bench = Bench()
     prompt = request(tokens).all_token_ids
     keys = keys_of(bench, prompt)
     bench.pool.known |= set(keys)
@@ -268,7 +267,7 @@ def test_all_tokens_but_the_last_are_loaded(tokens: int, mode: str) -> None:
     assert (load.start, load.stop) == (0, tokens - 1)
     assert load.blocks == tuple(range(100, 100 + -(-(tokens - 1) // 4)))
     assert bench.pool.hinted == []
-    bench.side.worker_output(StepReport(plan.step, 0), [] if plan.wait else ["d"], set())
+    bench.side.worker_output(StepReport(0), ["d"], set())
     # The tail is not needed any more.
     assert bench.pool.hinted == ([((keys[-1],), READ)] if has_tail(tokens, SEGMENT) else [])
     bench.step(one, tokens - 1, 1)
@@ -349,7 +348,7 @@ def test_a_failed_load_is_no_hand_over() -> None:
     bench.side.matched(one, 0)
     bench.side.allocated(one, blocks_of(one), 26)
     plan = bench.side.step([], lambda name: [])
-    bench.side.worker_output(StepReport(plan.step, 0), ["d"], {plan.loads[0].blocks[-1]})
+    bench.side.worker_output(StepReport(0), ["d"], {plan.loads[0].blocks[-1]})
     bench.side.finished(one, blocks_of(one), LENGTH)
     counts = bench.counters.read()
     assert (counts.prefills_taken, counts.prefills_recomputed) == (0, 1)
@@ -425,7 +424,7 @@ def test_a_reset_while_blocks_are_kept_for_a_hand_over() -> None:
     assert offer.keys == tuple(keys)
     plan = bench.side.step([], lambda name: [])
     assert (plan.held, plan.reused) == ((("p", saves[-1].job),), ())
-    bench.side.worker_output(StepReport(plan.step, saves[-1].job), [], set())
+    bench.side.worker_output(StepReport(saves[-1].job), [], set())
     bench.pool.known |= set(keys)
     later = decodes(bench, one.all_token_ids[:27], keys)
     assert bench.side.matched(later, 0) == 0
@@ -472,9 +471,9 @@ def test_an_aborted_request_lets_others_wait_for_its_segments() -> None:
     held = bench.side.step([], lambda name: [])
     assert held.held == (("r", plan.saves[-1].job),)
     # The pool may have refused some of them, for which no engine must wait any longer.
-    bench.side.worker_output(StepReport(held.step, plan.saves[-1].job), [], set())
+    bench.side.worker_output(StepReport(plan.saves[-1].job), [], set())
     assert bench.pool.marked == [(keys, LONGEST_S), (keys, 0.0)]
-    bench.side.worker_output(StepReport(held.step, plan.saves[-1].job), [], set())
+    bench.side.worker_output(StepReport(plan.saves[-1].job), [], set())
     assert len(bench.pool.marked) == 2
 
 
@@ -483,7 +482,7 @@ def test_an_aborted_stored_request_leaves_at_once() -> None:
     bench, one = Bench(), request(27)
     bench.place(one)
     plan = bench.step(one, 0, 27)
-    bench.side.worker_output(StepReport(plan.step, plan.saves[-1].job), [], set())
+    bench.side.worker_output(StepReport(plan.saves[-1].job), [], set())
     assert bench.side.finished(one, blocks_of(one), ABORT) == (False, None)
     assert bench.pool.marked == []
 

@@ -18,29 +18,27 @@ def broken(*_: object, **__: object) -> Any:
     raise RuntimeError("it is broken")
 
 
-def promised(mode: str) -> tuple[Bench, Any]:
+def promised() -> tuple[Bench, Any]:
     """A request that was given blocks for the load of `LOADED` tokens."""
-    bench, one = Bench(mode), request(40)
+    bench, one = Bench(), request(40)
     know(bench, one, ["here"] * 4)
     assert bench.place(one) == LOADED
     return bench, one
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("where", ["connected", "session", "incarnation"])
-def test_a_step_hands_out_its_loads_when_the_pool_fails(mode: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_hands_out_its_loads_when_the_pool_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that is lost leaves its request waiting for ever, or computing with blocks that were never filled."""
-    bench, one = promised(mode)
+    bench, one = promised()
     monkeypatch.setattr(FakePool, where, property(broken, lambda pool, value: None), raising=False)
     plan = bench.step(one, LOADED, 8)
     assert [(load.request, len(load.blocks)) for load in plan.loads] == [("r", LOADED // 4)]
-    assert (plan.session, plan.wait) == (0, mode == "sync")
+    assert plan.session == 0
     assert "planning a step" in bench.reported
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_connection_that_fails_in_a_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, one = promised(mode)
+def test_a_connection_that_fails_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, one = promised()
     # `SchedulerSide` gets its pool from the test's bench.
     monkeypatch.setattr(Bench, "there", property(broken, lambda bench, value: None), raising=False)
     plan = bench.step(one, LOADED, 8)
@@ -61,17 +59,15 @@ def test_saves_of_finished_requests_outlast_a_failed_step(monkeypatch: pytest.Mo
     assert [save.request for save in plan.saves] == ["r"]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_lease_that_cannot_be_released_ends_no_other_load_late(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(mode)
+def test_a_lease_that_cannot_be_released_ends_no_other_load_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
     loads = [request(40, name, 100 * number) for number, name in enumerate("ab")]
     for one in loads:
         know(bench, one, ["here"] * 4)
         assert bench.place(one) == LOADED
-    plan = bench.side.step([], lambda name: [])
+    bench.side.step([], lambda name: [])
     monkeypatch.setattr("tests.connector.fakes.FakeLease.release", broken)
-    received = [] if mode == "sync" else ["a", "b"]
-    bench.side.worker_output(StepReport(plan.step, 0), received, set())
+    bench.side.worker_output(StepReport(0), ["a", "b"], set())
     assert bench.reported.count("releasing a lease") == 2
     assert bench.side.step([], lambda name: []).loads == ()
     bench.side.close()

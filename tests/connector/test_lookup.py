@@ -23,9 +23,9 @@ TOKENS = 100
 BOUND_S = FACTOR * TOKENS * TOKEN_S
 
 
-def measured(mode: str = "async") -> Bench:
+def measured() -> Bench:
     """The prefill time is known; the pool does not answer from now on."""
-    bench = Bench(mode)
+    bench = Bench()
     prefill(bench)
     bench.pool.answers = False
     return bench
@@ -76,9 +76,8 @@ def test_no_wait_where_it_does_not_pay() -> None:
     assert far.pool.matches[-1].options.in_flight_wait_s == 0.0
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_segments_stored_during_the_wait_are_loaded(mode: str) -> None:
-    bench = measured(mode)
+def test_segments_stored_during_the_wait_are_loaded() -> None:
+    bench = measured()
     one = asked(bench)
     for _ in range(6):
         assert bench.side.matched(one, 0) is None

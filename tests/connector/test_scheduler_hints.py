@@ -13,7 +13,7 @@ AGENT_ENDED = Hints(Outlook.GOES_ON, "agent", "stop", 1, 600.0, 5)
 
 
 def test_hints_go_with_lookups_and_saves() -> None:
-    bench, asked = Bench("sync"), request(33)
+    bench, asked = Bench(), request(33)
     bench.side.new_request(asked, AGENT)
     assert [(match.options.hints, match.options.prompt_tokens) for match in bench.pool.matches] == [(AGENT, 33)]
     bench.side.allocated(asked, blocks_of(asked), 0)
@@ -26,7 +26,7 @@ def test_hints_go_with_lookups_and_saves() -> None:
 
 
 def test_last_saves_carry_the_end_of_the_request() -> None:
-    bench, asked = Bench("sync"), request(33)
+    bench, asked = Bench(), request(33)
     bench.place(asked)
     bench.step(asked, 0, 17)
     asked.num_computed_tokens = 33
@@ -42,7 +42,7 @@ def test_last_saves_carry_the_end_of_the_request() -> None:
 
 
 def test_reservations_carry_hints() -> None:
-    bench, asked = Bench("sync", shared=True), request(33)
+    bench, asked = Bench(shared=True), request(33)
     bench.side.new_request(asked, AGENT)
     bench.side.allocated(asked, blocks_of(asked), 0)
     bench.step(asked, 0, 33)
@@ -66,7 +66,7 @@ def test_no_hints_without_news_segments_or_pool() -> None:
 
 
 def test_a_failing_hint_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, asked = Bench("sync"), request(33)
+    bench, asked = Bench(), request(33)
     bench.place(asked)
     bench.step(asked, 0, 33)
     monkeypatch.setattr(bench.pool, "hint", lambda keys, hints: 1 // 0)

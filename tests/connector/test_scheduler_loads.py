@@ -10,10 +10,9 @@ from tokenlake.planner.costs import LEAST_FETCH_S
 from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize(("took", "tokens"), [(CHEAP, 32), (DEAR, 0)])
-def test_measurements_decide_what_is_loaded(mode: str, took: LoadTime, tokens: int) -> None:
-    bench, asked = Bench(mode), request(33)
+def test_measurements_decide_what_is_loaded(took: LoadTime, tokens: int) -> None:
+    bench, asked = Bench(), request(33)
     prefill(bench)
     load(bench, took)
     know(bench, asked, ["here"] * 4)
@@ -115,7 +114,7 @@ def test_a_failed_load_is_no_sample() -> None:
         bench.place(one)
         plan = bench.side.step([], lambda name: [])
         # Another rank has completed the load.
-        report = StepReport(plan.step, 0, loaded={one.request_id: CHEAP})
+        report = StepReport(0, loaded={one.request_id: CHEAP})
         bench.side.worker_output(report, [one.request_id], {plan.loads[0].blocks[0]})
     assert bench.side.rates.copy.at is None
 
@@ -125,9 +124,9 @@ def test_a_load_takes_the_time_of_its_slowest_rank() -> None:
     know(bench, one, ["here"])
     bench.place(one)
     for took in (LoadTime(0, 2.0), LoadTime(0, 5.0), LoadTime(0, 1.0)):
-        plan = bench.side.step([], lambda name: [])
-        bench.side.worker_output(StepReport(plan.step, 0, loaded={"r": took}), [], set())
-    bench.side.worker_output(StepReport(plan.step, 0), ["r"], set())
+        bench.side.step([], lambda name: [])
+        bench.side.worker_output(StepReport(0, loaded={"r": took}), [], set())
+    bench.side.worker_output(StepReport(0), ["r"], set())
     for _ in range(ENOUGH - 1):
         bench.side.rates.copy.add(1 << 20, 5.0, 0.0)
     assert bench.side.rates.copy.seconds(1 << 20) == pytest.approx(5.0)

@@ -120,7 +120,7 @@ class Rank:
     def load(self, start: int = 0, stop: int = 20) -> StepPlan:
         blocks = tuple(range(50 + start // 4, 50 + stop // 4))
         plan = LoadPlan("r", tuple(map(int, self.lease.ids)), self.lease.incarnation, start, stop, blocks, local=True)
-        return self.step(wait=True, loads=(plan,))
+        return self.step(idle=True, loads=(plan,))
 
     def step(self, step: int = 1, **fields: Any) -> StepPlan:
         return StepPlan(step, int(self.pool.engine.session), self.pool.engine.incarnation, **fields)
@@ -176,7 +176,7 @@ def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
     rank, warned = Rank(), []
     for incarnation in (2, 1):
         (one,) = rank.load().loads
-        plan = rank.step(wait=True, loads=(replace(one, incarnation=incarnation),))
+        plan = rank.step(idle=True, loads=(replace(one, incarnation=incarnation),))
         warned.append((rank.run(plan), rank.blocks.filled == []))
     assert warned == [(ALL, True), (set(), False)]
     pool = rank.join()
@@ -235,11 +235,9 @@ def test_all_windows_of_a_load_share_one_limit(monkeypatch: pytest.MonkeyPatch) 
     assert third == LEAST_LEFT_S, "the limit has passed"
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
+def test_a_step_is_timed_without_its_loads() -> None:
     rank = Rank()
-    # vLLM computes after the loads if the step waits for them, otherwise before.
-    rank.run(replace(rank.load(), wait=wait, idle=True))
+    rank.run(rank.load())
     assert rank.side.report().computed == {1: 1.0}
     rank.run(rank.step(2))
     assert rank.side.report().computed == {2: 1.0}
@@ -293,7 +291,7 @@ def test_an_unserved_rank_fails_every_block() -> None:
     assert unserved.finished() == ({"done"}, {"r"})
     assert unserved.errors() == ALL
     report = unserved.report()
-    assert (report.step, report.done, report.serves) == (2, 3, False)
+    assert (report.done, report.serves) == (3, False)
 
 
 def test_a_rank_executes_plans_of_loaded_adapters() -> None:

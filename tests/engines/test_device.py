@@ -172,7 +172,7 @@ def worker(copy: DeviceCopy, slots: list[NDArray[np.uint8]], stored: list[NDArra
     return WorkerSide(members, copy, shards, settings, BLOCK, EngineCounters(), lambda what, error: None, print)
 
 
-LOAD = StepPlan(1, 7, 1, wait=False, loads=(LoadPlan("r", (9,), 1, 0, SEGMENT, (4, 1), local=True),))
+LOAD = StepPlan(1, 7, 1, loads=(LoadPlan("r", (9,), 1, 0, SEGMENT, (4, 1), local=True),))
 SAVE = StepPlan(1, 7, 1, saves=(SavePlan(1, "r", 0, (b"k" * 32,), (4, 1)),))
 
 

@@ -53,7 +53,7 @@ class Fleet:
     slow: Engine
     """For prefill too; it takes long to store a segment."""
     near: Engine
-    """On the node of both. Does not verify its reads, and its steps wait for their loads."""
+    """On the node of both. Does not verify its reads."""
     far: Engine
     """On the other node. Verifies its reads."""
 
@@ -65,7 +65,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> Fleet:
     here, there = ({"socket": str(node.socket), **PATIENT} for node in cluster.nodes)
-    fleet = Fleet(start(here), start(here), start({**here, "load": "sync"}), start({**there, "verify": True}))
+    fleet = Fleet(start(here), start(here), start(here), start({**there, "verify": True}))
     fleet.slow.call("slow_saves", seconds=SLOW_S)
     return fleet
 

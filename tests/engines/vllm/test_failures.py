@@ -41,13 +41,6 @@ def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="module")
-def waiting(start: Callable[..., Engine], cluster: Cluster, behind: Engine) -> Engine:
-    """An engine whose steps wait for their loads, and that verifies its reads."""
-    pool = {"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True}
-    return start({**pool, **PATIENT, "match_ms": MATCH_MS})
-
-
 def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
     """Repeat a prompt until the engine loads a part of it from the pool. Returns the tokens, equal each time."""
     answers = set()
@@ -86,11 +79,8 @@ def test_a_restarted_daemon(behind: Engine, plain: Engine, cluster: Cluster) -> 
     assert re.search(LINE.format("INFO", "the daemon .* is back"), log)
 
 
-@pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_corrupt_segments_are_recomputed(
-    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_corrupt_segments_are_recomputed(behind: Engine, plain: Engine, cluster: Cluster) -> None:
+    engine = behind
     tokens = prompt(1000, 3)
     expected = plain.generate([tokens])[0]
     assert until_hit(engine, tokens) == expected
@@ -104,11 +94,8 @@ def test_corrupt_segments_are_recomputed(
     engine.call("forget")
 
 
-@pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_the_owner_is_killed_during_a_load(
-    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_the_owner_is_killed_during_a_load(behind: Engine, plain: Engine, cluster: Cluster) -> None:
+    engine = behind
     many = [prompt(900 + seed, 20 + seed) for seed in range(6)]
     expected = [plain.generate([tokens], 30)[0] for tokens in many]
     assert engine.generate(many, 30) == expected
@@ -126,11 +113,8 @@ def test_the_owner_is_killed_during_a_load(
     cluster.wait_ready()
 
 
-@pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_a_frozen_daemon_costs_one_deadline(
-    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_a_frozen_daemon_costs_one_deadline(behind: Engine, plain: Engine, cluster: Cluster) -> None:
+    engine = behind
     many = [prompt(600 + seed, 40 + seed) for seed in range(6)]
     expected = [plain.generate([tokens])[0] for tokens in many]
     assert until_hit(engine, many[0]) == expected[0]
@@ -148,7 +132,6 @@ def test_a_frozen_daemon_costs_one_deadline(
     assert until_hit(engine, many[0]) == expected[0]
 
 
-def test_no_hook_ever_raised(behind: Engine, waiting: Engine) -> None:
-    for engine in (behind, waiting):
-        assert "hook start_load_kv failed" not in engine.log.read_text()
-        assert tracebacks(engine) == []
+def test_no_hook_ever_raised(behind: Engine) -> None:
+    assert "hook start_load_kv failed" not in behind.log.read_text()
+    assert tracebacks(behind) == []

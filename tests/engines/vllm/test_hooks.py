@@ -31,19 +31,9 @@ CALLS = (
 """The calls of the pool that the hooks of an engine with one rank make at one node."""
 
 
-@pytest.fixture(scope="module", params=[("async", "Unreachable"), ("sync", "RuntimeError")], ids=lambda pair: pair[0])
-def engine_and_error(
-    request: pytest.FixtureRequest, start: Callable[..., Engine], cluster: Cluster
-) -> tuple[Engine, str]:
-    """An engine of each mode of loading, and the error that its calls raise: one of the pool, and one that the pool
-    never raises."""
-    load, error = request.param
-    return start({"socket": str(cluster.nodes[0].socket), "load": load, "verify": True, **PATIENT}), error
-
-
 @pytest.fixture(scope="module")
-def engine(engine_and_error: tuple[Engine, str]) -> Engine:
-    return engine_and_error[0]
+def engine(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    return start({"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT})
 
 
 def hit(engine: Engine, tokens: list[int], expected: list[int]) -> None:
@@ -57,11 +47,10 @@ def hit(engine: Engine, tokens: list[int], expected: list[int]) -> None:
         engine.call("forget")
 
 
+@pytest.mark.parametrize("error", ["Unreachable", "RuntimeError"])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_error_in_a_call_of_the_pool_changes_no_token(
-    engine_and_error: tuple[Engine, str], plain: Engine, call: str
-) -> None:
-    engine, error = engine_and_error
+def test_an_error_in_a_call_of_the_pool_changes_no_token(engine: Engine, plain: Engine, call: str, error: str) -> None:
+    """One of the pool, and one that the pool never raises."""
     known, new = prompt(600, 10 + CALLS.index(call)), prompt(600, 50 + CALLS.index(call))
     (expected,), (expected_new,) = plain.generate([known]), plain.generate([new])
     hit(engine, known, expected)

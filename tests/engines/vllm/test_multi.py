@@ -145,7 +145,7 @@ def test_rank_reports_are_merged_per_connector() -> None:
     from tokenlake_client.engines.vllm.step_plan import StepReport
 
     ranks = [
-        MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(5, first)), None, StepOutcome(StepReport(5, second))))
+        MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(first)), None, StepOutcome(StepReport(second))))
         for first, second in ((3, 7), (4, 6))
     ]
     first, between, second = ranks[0].aggregate(ranks[1]).metadata

@@ -28,15 +28,15 @@ HITS = sum(loadable(length) for length in LENGTHS)
 
 @pytest.fixture(scope="module")
 def first(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """An engine that loads in the background. Its cache is small, and a step is shorter than two segments."""
-    pool = {"socket": str(cluster.nodes[0].socket), "load": "async", **PATIENT}
+    """Its cache is small, and a step is shorter than two segments."""
+    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
     return start(pool, num_gpu_blocks_override=40, max_num_batched_tokens=320)
 
 
 @pytest.fixture(scope="module")
 def second(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """An engine whose steps wait for their loads."""
-    return start({"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True, **PATIENT})
+    """An engine that verifies its reads."""
+    return start({"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_vllms_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -
     assert hits(first) - before == 2048 - 128
 
 
-def test_another_process_that_waits_for_its_loads(second: Engine, expected: list[list[int]]) -> None:
+def test_another_process(second: Engine, expected: list[list[int]]) -> None:
     assert one_by_one(second) == expected
     counts = second.call("counts")
     assert (counts["tokens_hit"], counts["failures"], counts["loads_failed"]) == (HITS, 0, 0)
@@ -109,18 +109,6 @@ def test_segments_completed_by_decode(first: Engine, second: Engine, plain: Engi
     assert second.generate([follow_up]) == plain.generate([follow_up])
     # 200 + 400 tokens, of which the last one was never fed to the model: two segments.
     assert hits(second) - before == 2 * SEGMENT
-
-
-def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: Engine, plain: Engine) -> None:
-    """The step that loads the prefix also computes the suffix, which is stored only after the outcome of the load."""
-    longer = PROMPTS[-1] + prompt(800, 2)
-    expected = plain.generate([longer])
-    assert second.generate([longer]) == expected
-    assert second.call("flush")
-    assert first.call("forget")
-    before = hits(first)
-    assert first.generate([longer]) == expected
-    assert hits(first) - before == loadable(len(longer))
 
 
 def test_two_salts_share_nothing(first: Engine, plain: Engine) -> None:

@@ -65,10 +65,15 @@ def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
     written if `slot` is read-only. Raises ValueError for a slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
+    return host_tensor(slot).view(SLOT_DTYPES[layout.dtype])
+
+
+def host_tensor(array: NDArray[np.uint8]) -> Any:
+    """The bytes of `array`, which is contiguous, as a flat tensor over the same memory. It does not own the memory, and
+    must not be written if `array` is read-only."""
     # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no
     # read-only tensors.
-    memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
-    return torch.frombuffer(memory, dtype=SLOT_DTYPES[layout.dtype])
+    return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)
 
 
 def stacked(tensors: Sequence[Any]) -> list[Any]:

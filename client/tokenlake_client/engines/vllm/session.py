@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from tokenlake_client.pool import Pool
 
-WAIT_S = 0.05
-"""Seconds that a step waits for the attempt to join a session. The attempt then continues in the background."""
 RETRY_S = 1.0
 """Seconds until a session that could not be joined is tried again."""
 
@@ -29,9 +27,9 @@ class RankSession:
         self._retry_at = 0.0
         self._closed = False
 
-    def get(self, session: int, incarnation: int, wait_s: float = WAIT_S) -> Pool | None:
+    def get(self, session: int, incarnation: int, wait_s: float) -> Pool | None:
         """The connection to the daemon with this incarnation in its session `session`. Joins the session if necessary;
-        None if that has not succeeded within `wait_s` seconds."""
+        None if that has not succeeded within `wait_s` seconds: the attempt then continues in the background."""
         target = (session, incarnation)
         with self._lock:
             if not session or self._closed:
