@@ -54,10 +54,9 @@ def test_every_count_has_a_series_from_the_start() -> None:
     series = page.series()
     assert set(series.values()) == {0.0}
     for count in COUNTS.values():
-        if count.series:
-            name, _, label = count.series.partition("{")
-            found = [key for key in series if key.startswith(f"{name}{{") and label.rstrip("}") in key]
-            assert len(found) == 2, "one for each engine"
+        name, _, label = count.series.partition("{")
+        found = [key for key in series if key.startswith(f"{name}{{") and label.rstrip("}") in key]
+        assert len(found) == 2, "one for each engine"
     for name in TIMES:
         assert series[f'vllm:tokenlake_{name}_count{{engine="1",model_name="m"}}'] == 0
 
@@ -167,7 +166,7 @@ def test_the_page_of_an_engine(start: Callable[..., Engine], plain: Engine, clus
 
     page, counts = metrics_of(engine), engine.call("counts")
     for name, count in COUNTS.items():
-        if count.series and name != "hook_seconds":
+        if name != "hook_seconds":
             assert page[count.series] == pytest.approx(counts[name]), name
     local = page[f'{SOURCE}{{source="vllm_cache"}}']
     assert local > 0

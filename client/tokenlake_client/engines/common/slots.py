@@ -53,13 +53,6 @@ def layer_elements(layout: Layout) -> int:
     return layout.heads_per_shard * layout.segment_tokens * (layout.key_dim + layout.value_dim)
 
 
-def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
-    """For each layer of the slot, views (K, V), each [group, head in group, token, dim]. They do not own the slot's
-    memory, and must not be written if `slot` is read-only."""
-    keys, values = slot_whole(slot, layout)
-    return list(zip(keys.unbind(1), values.unbind(1), strict=True))
-
-
 def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
     """The slot's memory as a flat tensor, of the dtype in `SLOT_DTYPES`. It does not own the memory, and must not be
     written if `slot` is read-only. Raises ValueError for a slot of another size."""

@@ -46,7 +46,7 @@ class _CudaStream:
         with torch.cuda.stream(self._stream):
             _flat(target).copy_(host_tensor(source), non_blocking=True)
 
-    def tohost_tensor(self, target: NDArray[np.uint8], source: Any) -> None:
+    def to_host(self, target: NDArray[np.uint8], source: Any) -> None:
         """See `to_device`. A copy into memory that is not page-locked is complete on return."""
         with torch.cuda.stream(self._stream):
             host_tensor(target).copy_(_flat(source), non_blocking=True)

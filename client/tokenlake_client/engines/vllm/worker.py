@@ -221,7 +221,6 @@ class WorkerSide:
         self._counters.add(
             loads_failed=filled < len(load.blocks),
             tokens_loaded=min(filled * self._block, load.stop - load.start),
-            load_seconds=time.perf_counter() - started,
         )
 
 
