@@ -10,7 +10,7 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, match, store, wait_until
 from tokenlake.errors import DeadlinePassed
 from tokenlake.identity import SegmentKey
-from tokenlake.wire import Code
+from tokenlake.wire import Code, engine
 from tokenlake_client import MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster
 
@@ -79,8 +79,7 @@ def test_a_heartbeat_is_answered_while_a_match_waits(three: Cluster) -> None:
         first.engine.mark_in_flight(keys, 10.0)
         wait_marked(second, keys, Code.PENDING)
         waiting = second.engine.begin_match(keys, WAIT, deadline_s=PATIENT_S)
-        beat = second.engine.begin_heartbeat()
-        wait_until(beat.poll, "the daemon answers")
+        assert second.link.call(engine.Heartbeat, engine.HeartbeatReply, LIMIT_S).alive
         assert waiting.poll() is None
         first.engine.mark_in_flight(keys, 0.0)
         with waiting.wait() as lease:

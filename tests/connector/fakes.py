@@ -100,16 +100,6 @@ class FakeMatch:
 
 
 @dataclass
-class FakeBeat:
-    pool: FakePool
-
-    def poll(self) -> bool:
-        if not self.pool.reachable:
-            raise Unreachable("gone")
-        return self.pool.alive
-
-
-@dataclass
 class FakeReservation:
     id: WriteId
     codes: bytes
@@ -131,9 +121,6 @@ class FakePool:
     reachable: bool = True
     answers: bool = True
     answers_where: bool = True
-    alive: bool = True
-    """Does the daemon give signs of life?"""
-    beats: int = 0
     places: dict[SegmentKey, str] = field(default_factory=dict)
     """The node of each segment that is not on this node."""
     known: set[SegmentKey] = field(default_factory=set)
@@ -181,10 +168,6 @@ class FakePool:
             raise Unreachable("gone")
         self.matches.append(FakeMatch(self, keys, options))
         return self.matches[-1]
-
-    def begin_heartbeat(self) -> FakeBeat:
-        self.beats += 1
-        return FakeBeat(self)
 
     def reserve(
         self,
