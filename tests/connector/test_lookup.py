@@ -88,7 +88,7 @@ def test_segments_stored_during_the_wait_are_loaded() -> None:
     assert bench.counters.read().lookups_late == 0
 
 
-def test_a_wait_ends_at_its_limit_also_where_the_daemon_is_frozen() -> None:
+def test_a_wait_ends_at_its_limit_beside_a_frozen_daemon() -> None:
     bench = measured()
     one = asked(bench)
     while bench.side.matched(one, 0) is None:
