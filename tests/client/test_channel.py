@@ -20,7 +20,6 @@ from tests.client.connections import answers, scripted_link
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT,
     PATIENT_S,
     Prompt,
     daemons,
@@ -179,7 +178,7 @@ def test_a_broken_connection_is_closed_by_its_reader() -> None:
     polled the number after the next socket had taken it, and the call waited for its whole deadline."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs, _BrokenBeforePoll(fileno=ours.detach()) as sock:
-        channel = Channel(sock, Path("scripted"), lambda: None, PATIENT)
+        channel = Channel(sock, Path("scripted"), lambda: None)
         sock.channel = channel
         with pytest.raises(Unreachable):
             channel.call(engine.Heartbeat, PATIENT_S)
