@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.faulty_pool import opened
+from tests.engines.faulty_pool import FaultyPool, opened
 from tests.query.scene import serving
 from tokenlake_testing.cluster import Cluster
 
@@ -43,5 +43,6 @@ def _no_open_pool() -> Iterator[None]:
     yield
     while opened:
         pool = opened.pop()
-        pool.broken.clear()
+        if isinstance(pool, FaultyPool):
+            pool.broken.clear()
         pool.close()
