@@ -15,7 +15,7 @@ from tokenlake_client import MatchOptions
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S, NO_WAIT
 from tokenlake_client.engines.vllm.in_flight_waits import MAX_WAITING
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
-from tokenlake_client.engines.vllm.lookup import Lookup
+from tokenlake_client.engines.vllm.lookup import SILENT_S, Lookup
 from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
@@ -277,3 +277,36 @@ def test_each_owner_comes_with_the_time_on_its_disk() -> None:
     lookup = Lookup(match, keys, pool.node, 1.0, lambda: 0.0, NO_WAIT)
     assert lookup.poll()
     assert lookup.owners == (LOCAL, Owner(HERE, 0.1), Owner("far", 0.2), Owner("away"))
+
+
+def test_a_daemon_that_stays_silent() -> None:
+    """It is noticed some time after the deadline of the lookup that was given up."""
+    bench = measured()
+    one = request(TOKENS)
+    bench.pool.alive = False
+    assert bench.ask(one) is None
+    bench.now = 2 * DEADLINE_S
+    assert bench.side.matched(one, 0) == 0
+    silent = [bench.side.silent]
+    bench.now += SILENT_S + 0.1
+    silent.append(bench.side.silent)
+    bench.pool.answers = True
+    assert bench.place(request(TOKENS, "next", 1000)) == 0
+    assert [*silent, bench.side.silent] == [False, True, False]
+
+
+def test_an_unforeseen_error_ends_a_late_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease would stay otherwise."""
+    bench = measured()
+    one = request(TOKENS)
+    bench.pool.alive = False
+    assert bench.ask(one) is None
+    bench.now = 2 * DEADLINE_S
+    assert bench.side.matched(one, 0) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.connector.fakes.FakeMatch.poll", lambda match: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.side.new_request(request(TOKENS, "next", 1000))
+    assert bench.pool.matches[-1].cancelled
+    bench.pool.answers = True
+    assert bench.place(request(TOKENS, "later", 2000)) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,23 @@ def _quiet_transformers() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A small model, whose heads share keys and values."""
+    from tests.engines.models import family
+
+    return family("llama-gqa")
+
+
+@pytest.fixture
+def pool(model: Any) -> FaultyPool:
+    """An empty pool for the model."""
+    from tests.engines.models import SEGMENT
+    from tokenlake_client.engines.transformers import layout_of
+
+    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
 @pytest.fixture(scope="package")
