@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.side import Bench, blocks_of, prefill, request
+from tests.connector.side import Bench, prefill, request
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.weights import digest_of_version
 
 BASE = "00" * 32
@@ -35,23 +34,12 @@ def digest_of(version: str) -> str:
     return digest_of_version(BASE, version)
 
 
-def test_new_weights_do_not_find_old_segments() -> None:
-    bench = Bench()
-    bench.know(request(17).all_token_ids)
-    assert bench.place(request(17, "before")) == 16
-    bench.side.new_weights(NEW)
-    assert bench.place(request(17, "after")) == 0
-    bench.pool.known |= set(bench.pool.prefix(request(17).all_token_ids, weights_digest=NEW).keys)
-    assert bench.place(request(17, "later")) == 16
-
-
 @pytest.mark.parametrize("answered", [False, True])
 def test_new_weights_restart_a_waiting_lookup(answered: bool) -> None:
     bench, asked = Bench(), request(17)
     bench.know(asked.all_token_ids)
     bench.pool.answers = answered
-    bench.side.new_request(asked)
-    assert bench.side.matched(asked, 0) == (16 if answered else None)
+    assert bench.ask(asked) == (16 if answered else None)
     bench.side.new_weights(NEW)
     assert bench.pool.matches[0].cancelled
     assert all(lease.released for lease in bench.pool.leases)
@@ -68,8 +56,8 @@ def test_a_running_request_stores_nothing_after_new_weights() -> None:
     bench.side.new_weights(NEW)
     assert not bench.step(asked, 16, 16).saves
     bench.step(asked, 32, 8)
-    assert not bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
-    assert not bench.side.step([], lambda name: []).saves
+    assert not bench.end(asked)[0]
+    assert not bench.idle().saves
 
 
 def test_a_preempted_request_gets_keys_of_the_new_weights() -> None:
@@ -90,9 +78,9 @@ def test_planned_saves_keep_keys_of_the_old_weights() -> None:
     bench.step(asked, 0, 23)
     asked.all_token_ids += [7, 8]
     asked.num_computed_tokens = 25
-    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
+    assert bench.end(asked)[0]
     bench.side.new_weights(NEW)
-    (save,) = bench.side.step([], lambda name: []).saves
+    (save,) = bench.idle().saves
     assert set(save.keys) <= set(bench.pool.prefix(asked.all_token_ids).keys)
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from tests.connector.fakes import FakePool
-from tests.connector.side import Bench, blocks_of, know, request
-from tokenlake_client.engines.vllm.request import RequestEnd
-from tokenlake_client.engines.vllm.step_plan import StepReport
+from tests.connector.side import Bench, know, request
 
 LOADED = 32
 
@@ -50,11 +48,11 @@ def test_saves_of_finished_requests_outlast_a_failed_step(monkeypatch: pytest.Mo
     bench, one = Bench(), request(33)
     bench.place(one)
     one.num_computed_tokens = 33
-    assert bench.side.finished(one, blocks_of(one), RequestEnd(complete=True))[0]
+    assert bench.end(one)[0]
     with monkeypatch.context() as patch:
         patch.setattr(FakePool, "connected", property(broken, lambda pool, value: None), raising=False)
-        assert bench.side.step([], lambda name: []).saves == ()
-    plan = bench.side.step([], lambda name: [])
+        assert bench.idle().saves == ()
+    plan = bench.idle()
     assert [request for request, _ in plan.held] == ["r"]
     assert [save.request for save in plan.saves] == ["r"]
 
@@ -65,9 +63,9 @@ def test_a_lease_that_cannot_be_released_ends_no_other_load_late(monkeypatch: py
     for one in loads:
         know(bench, one, ["here"] * 4)
         assert bench.place(one) == LOADED
-    bench.side.step([], lambda name: [])
+    bench.idle()
     monkeypatch.setattr("tests.connector.fakes.FakeLease.release", broken)
-    bench.side.worker_output(StepReport(0), ["a", "b"], set())
+    bench.report(0, ["a", "b"])
     assert bench.reported.count("releasing a lease") == 2
-    assert bench.side.step([], lambda name: []).loads == ()
+    assert bench.idle().loads == ()
     bench.side.close()

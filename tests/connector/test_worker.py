@@ -184,13 +184,6 @@ def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
     assert (lost.blocks, "the daemon has restarted" in lost.unfilled) == (0, True)
 
 
-def test_an_error_of_the_pool_fails_the_blocks() -> None:
-    rank = Rank()
-    assert rank.run(rank.load()) == set()
-    rank.daemon.stop()
-    assert rank.run(rank.load()) == ALL
-
-
 def test_copies_finish_before_the_lease_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this order, a failed copy releases slots and blocks that the device still reads and writes."""
     rank, story = Rank(), list[str]()
@@ -354,16 +347,6 @@ def test_a_step_is_timed_once_the_device_reached_it() -> None:
 
 
 # -- saves
-
-
-def test_saves_are_executed_in_order_and_counted() -> None:
-    rank = Rank()
-    rank.run(rank.step(saves=(save(1, "a", "b"), save(2, "c", "d")), held=(("r", 2),)))
-    assert rank.side.flush(TIMEOUT_S)
-    assert (rank.side.report().done, rank.blocks.copied, rank.has(*"abcd")) == (2, [10, 12, 20, 22], 4)
-    assert rank.side.finished()[0] == {"r"}
-    assert rank.counters.read().tokens_stored == 32
-    rank.side.close(TIMEOUT_S)
 
 
 def test_blocks_taken_back_are_not_read() -> None:

@@ -10,24 +10,13 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import FAMILIES, VOCABULARY, build, family, padded, prompt
+from tests.engines.models import FAMILIES, SEGMENT, VOCABULARY, build, family, padded, prompt
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
 from tokenlake_client.engines.common import connection
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
-SEGMENT = 16
 NEW = 10
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
-
-
-@pytest.fixture
-def pool(model: Any) -> FaultyPool:
-    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
 def engine_of(model: Any, pool: FaultyPool, **options: Any) -> TokenLakeEngine:

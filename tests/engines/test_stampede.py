@@ -16,7 +16,7 @@ import pytest
 from tests.engines.models import family, padded, prompt
 from tests.engines.test_shipping import NEW, SEGMENT, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
-from tokenlake.core.engines.waiting import IN_FLIGHT_MARKERS, IN_FLIGHT_WAITS
+from tokenlake.core.engines.waiting import IN_FLIGHT_WAITS
 from tokenlake.wire import Code
 from tokenlake_client import Lease, MatchOptions, Pool
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
@@ -159,18 +159,6 @@ def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> Non
     assert counts.tokens_computed == SEGMENTS * SEGMENT + ENGINES * TAIL
     assert counts.tokens_stored == SEGMENTS * SEGMENT
     assert counts.tokens_not_stored == 0
-
-
-def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[int]) -> None:
-    marked = cluster.totals().get(IN_FLIGHT_MARKERS.name, 0.0)
-    # The barrier opens only when all engines compute at once.
-    all_compute = threading.Barrier(ENGINES, timeout=LIMIT_S)
-    with engines(cluster, ENGINES, "auto") as serving:
-        for engine in serving:
-            before_prefill(engine, all_compute.wait)
-        counts = at_once(serving, row)
-    assert counts.tokens_computed == ENGINES * TOKENS
-    assert cluster.totals().get(IN_FLIGHT_MARKERS.name, 0.0) == marked
 
 
 @contextmanager

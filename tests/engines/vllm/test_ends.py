@@ -24,8 +24,7 @@ GIVEN = Hints(Outlook.GOES_ON, "agent", priority=1)
 def ended(bench: Bench, status: RequestStatus, hints: Hints | None, *, stored: bool = True) -> None:
     """A request that has blocks, and segments in the pool if they are `stored`, ends with vLLM's `status`."""
     asked = request(33)
-    bench.side.new_request(asked, hints)
-    assert bench.side.matched(asked, 0) == 0
+    assert bench.ask(asked, hints) == 0
     bench.side.allocated(asked, blocks_of(asked), 0)
     if stored:
         bench.step(asked, 0, 33)
