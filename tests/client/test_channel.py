@@ -75,6 +75,22 @@ def test_a_frozen_daemon_costs_one_deadline(cluster: Cluster) -> None:
         assert pool.connected
 
 
+def test_a_frozen_daemon_costs_each_thread_one_deadline(cluster: Cluster) -> None:
+    with cluster.connect(0, LAYOUT) as pool, ThreadPoolExecutor(4) as threads:
+
+        def given_up(_: int) -> bool:
+            with pytest.raises(DeadlinePassed):
+                pool.match([], deadline_s=1.0)
+            return True
+
+        cluster.nodes[0].freeze()
+        assert all(threads.map(given_up, range(80)))
+        # The three other threads, and the heartbeat, may have sent a call before the first call timed out.
+        assert 1 <= pool.engine.timeouts <= 5
+        cluster.nodes[0].thaw()
+        wait_until(lambda: answers(pool), "it answers again")
+
+
 def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
     """The fetch has no deadline of the caller's: the daemon predicts one. A client notices a frozen daemon when a
     heartbeat has no reply."""

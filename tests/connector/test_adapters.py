@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -27,15 +27,14 @@ from tokenlake_client.engines.vllm.adapters import (
 from tokenlake_client.weights import digest_of_directory, state_of_directory
 
 SOON_S = 20.0
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def save(directory: Path, content: bytes = b"weights") -> Path:
-    """An adapter in `directory`, whose former files are replaced."""
-    directory.mkdir(exist_ok=True)
-    (directory / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    new = directory / "new"
-    new.write_bytes(content)
-    os.replace(new, directory / "adapter_model.safetensors")
+    """An adapter in `directory`."""
+    directory.mkdir()
+    (directory / CONFIG).write_text(json.dumps({"r": 8}))
+    (directory / WEIGHTS).write_bytes(content)
     return directory
 
 
@@ -81,25 +80,29 @@ def test_settings_that_change_the_computation_change_the_digest(tmp_path: Path, 
     assert len(set(digests)) == 4
 
 
-@pytest.mark.parametrize("fault", ["nothing", "no weights", "no configuration", "damaged", "unreadable"])
+def dangling(directory: Path) -> None:
+    (directory / WEIGHTS).unlink()
+    (directory / WEIGHTS).symlink_to("gone")
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "nothing": shutil.rmtree,
+    "no weights": lambda directory: (directory / WEIGHTS).unlink(),
+    "no configuration": lambda directory: (directory / CONFIG).unlink(),
+    "damaged": lambda directory: (directory / CONFIG).write_text("{"),
+    "unreadable": dangling,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_files_that_cannot_be_read_are_refused_by_name(
     fault: str, adapters: Adapters, tmp_path: Path, lines: list[str]
 ) -> None:
     directory = save(tmp_path / "one")
-    if fault == "nothing":
-        directory = tmp_path / "none"
-    elif fault == "no weights":
-        (directory / "adapter_model.safetensors").unlink()
-    elif fault == "no configuration":
-        (directory / "adapter_config.json").unlink()
-    elif fault == "damaged":
-        (directory / "adapter_config.json").write_text("{")
-    else:
-        (directory / "adapter_model.safetensors").unlink()
-        (directory / "adapter_model.safetensors").symlink_to(tmp_path / "gone")
+    FAULTS[fault](directory)
     assert found(adapters, lora(directory, "mine")).refused
-    assert len(lines) == 1
-    assert lines[0].startswith("served without the pool: LoRA adapter 'mine': its files cannot be read")
+    (line,) = lines
+    assert line.startswith("served without the pool: LoRA adapter 'mine': its files cannot be read")
 
 
 def test_a_slow_digest_delays_no_adapter_whose_digest_is_known(
@@ -143,37 +146,6 @@ def test_the_number_of_requests_that_wait_for_digests_is_limited(
 def test_an_adapter_without_a_name_is_refused(adapters: Adapters, tmp_path: Path, lines: list[str]) -> None:
     assert adapters.find(lora(save(tmp_path / "one"), "")).refused
     assert lines == ["served without the pool: requests for a LoRA adapter without a name"]
-
-
-def test_a_rank_compares_the_files_that_vllm_has_loaded(lines: list[str]) -> None:
-    loaded = LoadedAdapters(lines.append)
-    use = AdapterUse(1, "files")
-    assert loaded.may_load(None)
-    assert loaded.may_store(None)
-    assert not loaded.may_store(use), "vLLM has not loaded it"
-    loaded.loaded(1, "files")
-    assert loaded.may_load(use)
-    assert loaded.may_store(use)
-    for files in ("older", None):
-        loaded.loaded(1, files)
-        assert not loaded.may_load(use)
-        assert not loaded.may_store(use)
-    assert "changed after vLLM loaded them" in lines[-1]
-    assert loaded.may_load(AdapterUse(2, "files")), "vLLM loads the adapter before the request computes"
-
-
-def test_results_before_and_after_a_load_in_place() -> None:
-    now = [3.0]
-    loaded = LoadedAdapters(lambda line: None, clock=lambda: now[0])
-    loaded.loaded(1, "old")
-    assert loaded.may_store(AdapterUse(1, "old", since=0.0)), "nothing was computed before"
-    now[0] = 4.0
-    loaded.loaded(1, "new")
-    assert not loaded.may_store(AdapterUse(1, "new", since=4.0))
-    assert loaded.may_store(AdapterUse(1, "new", since=5.0))
-    now[0] = 7.0
-    loaded.loaded(1, "new")
-    assert loaded.may_store(AdapterUse(1, "new", since=5.0)), "the same files were loaded again"
 
 
 def test_other_numbers_of_an_adapter_in_vllms_cache() -> None:

@@ -215,6 +215,14 @@ def test_a_refused_prompt_is_not_offered_again_in_each_step() -> None:
     assert [each.hints for each in bench.pool.reservations].count(UNREAD) == 1
 
 
+def test_an_engine_that_does_not_store_offers_nothing() -> None:
+    bench = Bench(save=False)
+    one = begin(bench, 27)
+    bench.step(one, 0, 27)
+    assert finish(bench, one) == (False, None)
+    assert bench.pool.marked == []
+
+
 def test_an_aborted_prefill_offers_nothing() -> None:
     bench = Bench()
     one = begin(bench, 27)

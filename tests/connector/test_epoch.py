@@ -48,29 +48,6 @@ def test_new_weights_restart_a_waiting_lookup(answered: bool) -> None:
     assert bench.pool.matches[1].keys == bench.pool.prefix(asked.all_token_ids, weights_digest=NEW).keys[:2]
 
 
-def test_a_running_request_stores_nothing_after_new_weights() -> None:
-    """The request's cache comes from both weights, so that neither the old keys nor the new ones fit."""
-    bench, asked = Bench(), request(40)
-    bench.place(asked)
-    assert bench.step(asked, 0, 16).saves
-    bench.side.new_weights(NEW)
-    assert not bench.step(asked, 16, 16).saves
-    bench.step(asked, 32, 8)
-    assert not bench.end(asked)[0]
-    assert not bench.idle().saves
-
-
-def test_a_preempted_request_gets_keys_of_the_new_weights() -> None:
-    bench, asked = Bench(), request(24)
-    bench.place(asked)
-    (old,) = bench.step(asked, 0, 24).saves
-    bench.side.new_weights(NEW)
-    assert bench.place(asked) == 0
-    (new,) = bench.step(asked, 0, 24).saves
-    assert new.keys == tuple(bench.pool.prefix(asked.all_token_ids, weights_digest=NEW).keys)
-    assert not set(new.keys) & set(old.keys)
-
-
 def test_planned_saves_keep_keys_of_the_old_weights() -> None:
     bench, asked = Bench(), request(24)
     bench.place(asked)

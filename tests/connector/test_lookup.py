@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.connector.fakes import FakeLease, FakePool, FakeRequest
 from tests.connector.side import ABORTED, CHEAP, SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
+from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake_client import MatchOptions
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S, NO_WAIT
@@ -188,6 +190,14 @@ def test_a_prompt_of_several_steps_is_marked_in_the_first() -> None:
     assert len(bench.pool.marked) == 1
 
 
+def test_a_prompt_of_one_step_sets_no_further_markers() -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    (save,) = bench.step(one, 0, TOKENS).saves
+    assert (bench.pool.marked, save.marked) == ([], True), "the lookup set the marker"
+
+
 def test_the_last_aborted_request_removes_the_markers() -> None:
     bench = measured()
     first, second = asked(bench, "first"), asked(bench, "second")
@@ -248,17 +258,23 @@ def test_a_daemon_that_stays_silent() -> None:
     assert [*silent, bench.side.silent] == [False, True, False]
 
 
-def test_an_unforeseen_error_ends_a_late_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease would stay otherwise."""
+@pytest.mark.parametrize("error", [Unreachable, ZeroDivisionError])
+def test_an_error_ends_a_late_lookup(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease would stay otherwise. An unforeseen error is raised once."""
     bench, one = Bench(), request(TOKENS)
     bench.pool.answers = False
     assert bench.ask(one) is None
     bench.now = 2 * DEADLINE_S
     assert bench.side.matched(one, 0) == 0
+    late = bench.pool.matches[-1]
+
+    def fail(match: object) -> None:
+        raise error
+
     with monkeypatch.context() as patch:
-        patch.setattr("tests.connector.fakes.FakeMatch.poll", lambda match: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
+        patch.setattr("tests.connector.fakes.FakeMatch.poll", fail)
+        with pytest.raises(ZeroDivisionError) if error is ZeroDivisionError else contextlib.nullcontext():
             bench.side.new_request(request(TOKENS, "next", 1000))
-    assert bench.pool.matches[-1].cancelled
+    assert late.cancelled
     bench.pool.answers = True
     assert bench.place(request(TOKENS, "later", 2000)) == 0

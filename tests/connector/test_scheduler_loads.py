@@ -36,6 +36,7 @@ def test_segments_of_a_slow_node_are_computed() -> None:
     plan = bench.idle()
     (loads,) = plan.loads
     assert (loads.start, loads.stop, loads.local) == (0, 24, False)
+    assert (lease.took or ())[:2] == (0, 24)
     assert bench.counters.read().tokens_skipped_by_cost == 16
 
 
@@ -72,6 +73,8 @@ def test_token_counts_add_up() -> None:
         know(bench, one, nodes)
         missing += 33 - max(local, SEGMENT * len(nodes))
         bench.place(one, local)
+    unloaded = bench.pool.leases[-4]
+    assert (unloaded.took, unloaded.released) == ((0, 0, 0.0), True), "nothing of it is worth a load"
     counts = bench.counters.read()
     asked = counts.tokens_asked - before.tokens_asked
     hit = counts.tokens_hit - before.tokens_hit

@@ -21,7 +21,7 @@ from tokenlake.wire import Code, engine
 from tokenlake_client.engines.vllm import load_worker as load_module
 from tokenlake_client.engines.vllm import save_worker as save_module
 from tokenlake_client.engines.vllm import worker as worker_module
-from tokenlake_client.engines.vllm.adapters import AdapterUse, LoadedAdapters
+from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.load_worker import LEAST_LEFT_S, load_parts
@@ -147,14 +147,6 @@ def save(job: int, *names: str, **fields: Any) -> SavePlan:
 
 
 # -- loads
-
-
-def test_blocks_are_filled_from_their_segments() -> None:
-    rank = Rank()
-    assert rank.run(rank.load(4, 20)) == set()
-    assert rank.blocks.filled == [(51, 0), (52, 1), (53, 1), (54, 2)]
-    assert rank.side.report().loaded["r"].lost == 0
-    assert rank.side.report().loaded == {}
 
 
 def test_blocks_of_corrupt_and_ended_segments_are_errors() -> None:
@@ -285,22 +277,6 @@ def test_an_unserved_rank_fails_every_block() -> None:
     assert unserved.errors() == ALL
     report = unserved.report()
     assert (report.done, report.serves) == (3, False)
-
-
-def test_a_rank_executes_plans_of_loaded_adapters() -> None:
-    """Plans state the files that were digested for the keys; vLLM may have loaded older ones."""
-    use = AdapterUse(5, "new")
-    outcomes: list[tuple[str, set[int], int]] = [("old", ALL, 0), ("new", set(), 1)]
-    for files, errors, stored in outcomes:
-        adapters = LoadedAdapters(lambda line: None)
-        adapters.loaded(5, files)
-        rank = Rank(adapters=adapters)
-        plan = rank.load()
-        loads = tuple(replace(one, adapter=use) for one in plan.loads)
-        assert rank.run(replace(plan, loads=loads, saves=(save(1, "k", adapter=use),))) == errors
-        assert rank.side.flush(TIMEOUT_S)
-        assert rank.side.report().done == 1
-        assert rank.has("k") == stored
 
 
 # -- the time of steps

@@ -113,18 +113,7 @@ def test_a_segment_goes_through_a_device_and_back(size: int) -> None:
         device_copy(device, tensors, shards).to_slot(there, Part(0, 0, 0, tuple(blocks)))
         assert np.array_equal(slot, there)
     copy = device_copy(device, loaded, shards)
-    device_copy(device, tensors, shards).to_slot(
-        slot,
-        Part(
-            0,
-            0,
-            0,
-            (
-                3,
-                0,
-            ),
-        ),
-    )
+    device_copy(device, tensors, shards).to_slot(slot, Part(0, 0, 0, (3, 0)))
     copy.from_slot(slot, Part(0, 0, 1, (0,)))
     copy.from_slot(slot, Part(0, 0, 0, (3,)))
     copy.finish()

@@ -279,20 +279,7 @@ def test_a_save_returns_when_its_copy_is_complete() -> None:
     copy, _ = blocks_on(device, 5.0)
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
     device.held.clear()
-    saving, errors = in_thread(
-        lambda: copy.to_slot(
-            slot,
-            Part(
-                0,
-                0,
-                0,
-                (
-                    4,
-                    1,
-                ),
-            ),
-        )
-    )
+    saving, errors = in_thread(lambda: copy.to_slot(slot, Part(0, 0, 0, (4, 1))))
     saving.join(0.1)
     assert saving.is_alive()
     assert not slot.any()

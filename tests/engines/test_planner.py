@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import padded, prompt
-from tests.engines.test_shipping import READER, SEGMENT, check, engine_at, put, shipped
+from tests.engines.models import SEGMENT, padded, prompt
+from tests.engines.test_shipping import READER, check, engine_at, put, shipped
 from tests.query.scene import serving
 from tests.robustness.live import daemons, wait_until
 from tokenlake.identity import NodeId

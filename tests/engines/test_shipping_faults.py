@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import prompt
-from tests.engines.test_shipping import READER, SEGMENT, engine_at, generate, put, shipped
+from tests.engines.models import SEGMENT, prompt
+from tests.engines.test_shipping import READER, engine_at, generate, put, shipped
 from tests.query.scene import engine_of, serving, wait_serving
 from tests.robustness.live import freeze, wait_until
 from tokenlake_client.engines.transformers import TokenLakeEngine

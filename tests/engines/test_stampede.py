@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import family, padded, prompt
-from tests.engines.test_shipping import NEW, SEGMENT, engine_at
+from tests.engines.models import SEGMENT, family, padded, prompt
+from tests.engines.test_shipping import NEW, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.engines.waiting import IN_FLIGHT_WAITS
 from tokenlake.wire import Code
@@ -39,8 +39,7 @@ SHORT_S = 0.5
 OTHER_ENGINE = """
 import sys, time, torch
 from tests.engines.test_stampede import PATIENT_S, expect_prefill
-from tests.engines.models import family
-from tests.engines.test_shipping import SEGMENT
+from tests.engines.models import SEGMENT, family
 from tests.robustness.live import PATIENT
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)

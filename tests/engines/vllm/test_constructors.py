@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
 
 from tests.engines.vllm.conftest import TINY
 from tests.engines.vllm.test_identity import configured
@@ -22,8 +23,16 @@ from tokenlake_client.engines.vllm import connector as known
 from tokenlake_client.engines.vllm import patches, side
 from tokenlake_client.engines.vllm.offloading import connector as opaque
 from tokenlake_client.engines.vllm.patches import ADAPTERS, VERSION, Patch, apply
+from tokenlake_client.engines.vllm.request import end_of
 
 pytestmark = pytest.mark.timeout(300)
+
+REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_REPETITION: "repetition",
+}
 
 
 @pytest.fixture
@@ -80,6 +89,13 @@ def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: py
         assert connector.counts.failures == 4
     finally:
         connector.shutdown()
+
+
+@pytest.mark.parametrize("status", [status for status in RequestStatus if RequestStatus.is_finished(status)])
+def test_the_end_of_a_request_is_one_of_the_pools_reasons(status: RequestStatus) -> None:
+    end, reason = end_of(status.name, 5), REASONS.get(status, "")
+    assert (end.stop_reason, end.output_tokens) == ((reason, 5) if reason else ("", -1))
+    assert end.complete == (reason in ("stop", "length"))
 
 
 # -- methods of vLLM that are replaced

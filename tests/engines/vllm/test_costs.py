@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import pool_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -29,7 +29,7 @@ def expected(plain: Engine) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def weighs(start: Callable[..., Engine], cluster: Cluster) -> Callable[[], Engine]:
     """Starts an engine that compares the times of loading and computing."""
-    return lambda: start({"socket": str(cluster.nodes[0].socket), **PATIENT, "weigh_loads": True})
+    return lambda: start(pool_of(cluster.nodes[0], weigh_loads=True))
 
 
 def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:

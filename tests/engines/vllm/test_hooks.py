@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import again, pool_of, prompt, until_hit
 from tests.engines.vllm.spoiling import tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -33,18 +32,7 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def engine(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    return start({"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT})
-
-
-def hit(engine: Engine, tokens: list[int], expected: list[int]) -> None:
-    """Repeat a prompt until the engine loads a part of it from the pool."""
-    before = engine.call("counts")["tokens_hit"]
-    until = time.monotonic() + TIMEOUT_S
-    while engine.call("counts")["tokens_hit"] == before:
-        assert time.monotonic() < until, engine.log.read_text()[-2000:]
-        assert engine.generate([tokens])[0] == expected
-        engine.call("flush")
-        engine.call("forget")
+    return start(pool_of(cluster.nodes[0], verify=True))
 
 
 @pytest.mark.parametrize("error", ["Unreachable", "RuntimeError"])
@@ -53,7 +41,7 @@ def test_an_error_in_a_call_of_the_pool_changes_no_token(engine: Engine, plain: 
     """One of the pool, and one that the pool never raises."""
     known, new = prompt(600, 10 + CALLS.index(call)), prompt(600, 50 + CALLS.index(call))
     (expected,), (expected_new,) = plain.generate([known]), plain.generate([new])
-    hit(engine, known, expected)
+    until_hit(engine, known, expected)
     engine.call("plant", call=call, error=error)
     try:
         for _ in range(2):
@@ -66,7 +54,7 @@ def test_an_error_in_a_call_of_the_pool_changes_no_token(engine: Engine, plain: 
     texts = [line.split("TokenLake: ")[-1] for line in lines]
     assert len(texts) == len(set(texts)), "each line once"
     assert tracebacks(engine) == []
-    hit(engine, known, expected)
+    until_hit(engine, known, expected)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +64,9 @@ def test_malformed_parameters_of_a_request(engine: Engine, plain: Engine, params
     """Malformed parameters of a request change nothing for others."""
     tokens = prompt(600, 90)
     (expected,) = plain.generate([tokens])
-    hit(engine, tokens, expected)
-    before = engine.call("counts")
-    answer = engine.call("generate", prompts=[tokens], tokens=8, salt=None, params=params)
-    assert answer["tokens"] == [expected]
-    engine.call("forget")
-    assert engine.generate([tokens]) == [expected]
-    engine.call("forget")
-    counts = engine.call("counts")
-    assert counts["tokens_hit"] > before["tokens_hit"], "the pool is not paused"
-    assert counts["failures"] == before["failures"]
+    until_hit(engine, tokens, expected)
+    before = engine.call("counts")["failures"]
+    assert again(engine, tokens, params=params)[0] == expected
+    until_hit(engine, tokens, expected)
+    assert engine.call("counts")["failures"] == before, "the pool is not paused"
     assert "is served without its hints" in engine.log.read_text()

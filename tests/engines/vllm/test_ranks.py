@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, metrics_of, prompt
+from tests.engines.vllm.conftest import metrics_of, pool_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -26,7 +26,7 @@ def test_two_ranks_and_one_rank_share(start: Callable[..., Engine], plain: Engin
     expected = [plain.generate([tokens])[0] for tokens in PROMPTS]
     longer = [tokens + prompt(600, 9) for tokens in PROMPTS]
     expected_longer = [plain.generate([tokens])[0] for tokens in longer]
-    pool = {"socket": str(cluster.nodes[0].socket), "salt": "ranks", **PATIENT}
+    pool = pool_of(cluster.nodes[0], salt="ranks")
     before = cluster.totals()["tokenlake_stored_segments_total"]
     two = start(pool, tensor_parallel_size=2, environment=TWO_RANKS, disable_log_stats=False)
     assert [two.generate([tokens])[0] for tokens in PROMPTS] == expected
