@@ -34,6 +34,7 @@ from tests.robustness.live import (
     wait_until,
 )
 from tests.server.certified import encrypted
+from tokenlake.wire import engine
 from tokenlake_client import MatchOptions
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
@@ -189,8 +190,8 @@ def test_the_slowest_call_is_named(two: Cluster) -> None:
         keys = pool.prefix(Prompt(11, 2).tokens).keys
         other.engine.mark_in_flight(keys, 10.0)
         waiting = MatchOptions(request="slow one", in_flight_wait_s=0.4)
-        heartbeat = other.engine.begin_heartbeat()
-        wait_until(heartbeat.poll, "the daemon has the marker")
+        # The daemon has the marker.
+        other.link.call(engine.Heartbeat, engine.HeartbeatReply)
         pool.match(keys, waiting).release()
         screen = told(top, "--once", "--interval", "0.2", *at(two))
     slowest = screen["calls"][0]
