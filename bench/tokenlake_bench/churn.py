@@ -26,11 +26,11 @@ from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake.layout import Layout
-from tokenlake_bench.daemons import Authority
 from tokenlake_bench.load import Answer, Asked, Load, hit_rate
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share, table, write_json
 from tokenlake_client import Deadlines, Pool
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Cluster, Node, node_names
 from tokenlake_testing.etcd import EtcdServers, etcd_version
 
@@ -241,9 +241,10 @@ def _run(arguments: ChurnArguments, change: Change | None, subject: str, seed: i
         if change == "join":
             cluster.add(subject)
         if arguments.encrypt:
-            authority = Authority(cluster.directory / "ca", CLUSTER)
+            authority, _ = init_ca(cluster.directory / "ca", CLUSTER)
             for node in cluster.nodes:
-                authority.certify(node)
+                certificate, key = issue(cluster.directory / "ca", node.name)
+                node.settings |= {"certificate": str(certificate), "key": str(key), "ca": str(authority)}
         nodes = {node.name: node for node in cluster.nodes}
         stack.callback(cluster.close)
         for name in names:
@@ -255,7 +256,7 @@ def _run(arguments: ChurnArguments, change: Change | None, subject: str, seed: i
             client = load.connect(nodes[name].socket)
             for number in _fixed_at(place, len(names)):
                 client.serve(prompts.tokens(number))
-            client.close()
+            client.pool.close()
         if change == "return":
             # What the node held is lost before the run; its daemon starts with the change.
             nodes[subject].kill()

@@ -26,7 +26,7 @@ from tokenlake_bench.payload import PayloadIdentity, wrong_bytes
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_duration, format_share, table, write_json
 from tokenlake_bench.sizing import bench_layout
-from tokenlake_bench.workload import BuiltinSettings, builtin_workload
+from tokenlake_bench.workload import BuiltinWorkload
 from tokenlake_client import Deadlines, Pool
 from tokenlake_server.disk.directory import survey
 from tokenlake_server.disk.files import DirectoryFiles
@@ -118,10 +118,8 @@ class _Conversations:
     """The digest (`payload`) of each segment that was asked for."""
 
     def __post_init__(self) -> None:
-        settings = BuiltinSettings(
-            requests=REQUESTS, seed=self.seed, prompt_tokens=(600, 2_000), concurrent=CONVERSATIONS * self.nodes
-        )
-        self._workload = builtin_workload(settings)
+        concurrent = CONVERSATIONS * self.nodes
+        self._workload = BuiltinWorkload(REQUESTS, self.seed, prompt_tokens=(600, 2_000), concurrent=concurrent)
         self._identity = PayloadIdentity(self.seed, "default", LAYOUT.fingerprint())
         self._taken = 0
         self._draw = random.Random(self.seed)

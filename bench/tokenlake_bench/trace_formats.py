@@ -29,7 +29,7 @@ def read_trace(
 ) -> MooncakeTrace | SessionTrace:
     """The trace at `path`, read as coding-agent sessions if its first line has `requests`, else as Mooncake's format.
     `jitter_s` applies to the latter only, whose times may be rounded. Raises as `read_sessions` and `read_mooncake`."""
-    first = next((text for text in text_lines(path) if text.strip()), b"")
+    _, first = next(text_lines(path), (0, b""))
     try:
         sessions = "requests" in msgspec.json.decode(first, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

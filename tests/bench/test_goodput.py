@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.simulation.command import SimulateArguments
+from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.simulation.goodput import Goodput, goodput, highest_rate, main
 
 
@@ -39,7 +39,7 @@ def test_where_no_rate_is_good_there_is_none(start: int) -> None:
 @pytest.mark.parametrize("system", [pytest.param("pool", marks=pytest.mark.slow), "cache-aware-real"])
 def test_the_rate_is_the_last_with_nine_in_ten_in_time(system: str, tmp_path: Path) -> None:
     file = tmp_path / "goodput.json"
-    arguments = SimulateArguments(limit=80, nodes=2, model="llama-3-70b", json_file=file)
+    arguments = CacheHitArguments(limit=80, nodes=2, model="llama-3-70b", json_file=file)
     result = goodput(arguments, [system], say=lambda line: None)
     rate, tried = result.rates[system], dict(result.shares[system])
     assert tried[rate] >= 0.9
@@ -49,7 +49,7 @@ def test_the_rate_is_the_last_with_nine_in_ten_in_time(system: str, tmp_path: Pa
 
 def test_an_unknown_system_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"systems.*cache-aware-perfect"):
-        goodput(SimulateArguments(limit=5), ["sglang"], say=lambda line: None)
+        goodput(CacheHitArguments(limit=5), ["sglang"], say=lambda line: None)
     done = CliRunner().invoke(main, ["--systems", "sglang", "--limit", "5"])
     assert done.exit_code == 1
     assert "systems" in done.output
@@ -61,5 +61,5 @@ def test_a_load_that_no_rate_raises_is_no_goodput(tmp_path: Path) -> None:
     turns = [{"t": at_s, "in": 1024, "out": 4, "hash_ids": "1-16", "api_time": 1.0} for at_s in (0.0, 60.0)]
     trace.write_bytes(msgspec.json.encode({"primary": True, "block_size": 64, "requests": turns}))
     lines: list[str] = []
-    goodput(SimulateArguments(trace=trace), ["round-robin-perfect"], say=lines.append)
+    goodput(CacheHitArguments(trace=trace), ["round-robin-perfect"], say=lines.append)
     assert any("not a goodput" in line for line in lines)

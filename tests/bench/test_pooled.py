@@ -33,7 +33,8 @@ def pooled(
     )
     run = PooledRun(options, ENGINE, counts_memory=real)
     route = PlannedRoute(run) if planned else None
-    run.run(arrivals_of(accesses), route=route)
+    run.route = route or run.route
+    run.run(arrivals_of(accesses))
     if route is not None:
         route.router.check_integrity()
         assert not any(route.router.under_way(name) for name in route.router.instances)

@@ -19,7 +19,7 @@ from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cac
 from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.options import SimulationOptions
-from tokenlake_bench.simulation.run import Measured, Simulation, Totals
+from tokenlake_bench.simulation.run import Figures, Simulation
 
 TOKENS = 512
 NODE_SEGMENTS = 120
@@ -57,9 +57,9 @@ def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
     return simulation
 
 
-def result(simulation: Simulation) -> tuple[Measured, Totals]:
+def result(simulation: Simulation) -> Figures:
     """The figures that must not depend on this machine."""
-    return simulation.measure(), msgspec.structs.replace(simulation.totals(), processor_s=0.0)
+    return msgspec.structs.replace(simulation.figures(), processor_s=0.0)
 
 
 def counted(simulation: Simulation, metric: Metric) -> int:
@@ -69,7 +69,7 @@ def counted(simulation: Simulation, metric: Metric) -> int:
 
 def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
     """The prompt tokens that engines found in the pool."""
-    return round(simulation.measure().token_hit_rate * accesses.prompt_tokens)
+    return round(simulation.figures().token_hit_rate * accesses.prompt_tokens)
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
@@ -94,24 +94,23 @@ def test_sent_bytes_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4))
     segment_bytes = simulation.cluster.size.layout.segment_bytes
-    totals, sent = simulation.totals(), simulation.cluster.sent
-    assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
+    figures, sent = simulation.figures(), simulation.cluster.sent
+    assert figures.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
     assert sent.totals() == [node.core.counters[SENT_BYTES] for node in simulation.cluster.nodes]
     for_readers = [node.core.counters[SENT_TO_READERS] * segment_bytes for node in simulation.cluster.nodes]
-    assert simulation.cluster.sent_to_readers.totals() == for_readers
     # Requests come one at a time: no request waits for another's fetch, so that each remote hit is one read.
     hits = hit_tokens(simulation, accesses) // TOKENS
-    assert sum(for_readers) == round(simulation.measure().remote_share * hits) * segment_bytes > 0
+    assert sum(for_readers) == round(simulation.figures().remote_share * hits) * segment_bytes > 0
 
 
 def test_own_reads_are_no_load() -> None:
     prompts = [Prompt(4 * TOKENS, (*range(4),), 2.0 * at) for at in range(20)]
     simulation = simulate(Accesses(TOKENS, prompts), options(2))
-    measured = simulation.measure()
+    figures = simulation.figures()
     # The second request reads the segments that node 0 computed; all later ones find them at their own node.
     assert sum(simulation.cluster.sent.totals()) == 4 * simulation.cluster.size.layout.segment_bytes
-    assert measured.remote_share == pytest.approx(4 / (19 * 4))
-    assert measured.load == Spread(cv=1.0, max_over_mean=2.0)
+    assert figures.remote_share == pytest.approx(4 / (19 * 4))
+    assert figures.load == Spread(cv=1.0, max_over_mean=2.0)
 
 
 def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:
@@ -120,7 +119,7 @@ def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:
     cache = global_lru(accesses, NODE_SEGMENTS * TOKENS)
     assert cache.hit_tokens < infinite_cache(accesses).hit_tokens
     assert hit_tokens(simulation, accesses) == pytest.approx(cache.hit_tokens, rel=0.04)
-    assert simulation.totals().bytes_moved == 0
+    assert simulation.figures().bytes_moved == 0
 
 
 def test_a_pool_that_holds_everything_finds_all_there_is() -> None:
@@ -135,7 +134,7 @@ def test_a_slow_link_slows_what_comes_over_it() -> None:
     links = {(0, 1): slow, (1, 0): slow}
     usual = simulate(accesses, options(2))
     slowed = simulate(accesses, options(2, network=NetworkShape(links=links)))
-    assert usual.measure().remote_share > 0.1
+    assert usual.figures().remote_share > 0.1
     assert hit_tokens(slowed, accesses) == pytest.approx(hit_tokens(usual, accesses), rel=0.02)
     assert slowed.read_s(0.99) > 5 * usual.read_s(0.99)
 

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.keys import KEY_BYTES
-from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged, with_swarms
+from tokenlake_bench.simulation.arrivals import Arrival, keys_of, merged, with_swarms
 from tokenlake_bench.simulation.network import Link, Network, NetworkShape
 from tokenlake_testing.clock import Clock
 
@@ -113,17 +113,3 @@ def test_the_requests_of_a_swarm_share_one_new_prefix() -> None:
             number for each in mixed if not begins_s <= each.at_s < begins_s + 0.5 for number in each.chain.tolist()
         }
         assert not others & {number for chain in chains for number in chain}
-
-
-def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
-    arrivals = [Arrival(float(at), 1000, chain(at % 7)) for at in range(1000)]
-    crowd = list(flash_crowd(arrivals, 500.0, 512, seed=0))
-    joined = [at for at, arrival in enumerate(crowd) if len(arrival.chain) > 1]
-    assert min(joined) >= 500
-    assert len(joined) == pytest.approx(150, abs=30)
-    assert len({tuple(crowd[at].chain[:12].tolist()) for at in joined}) == 1
-    assert all(crowd[at].tokens == 1000 + 12 * 512 for at in joined)
-    # In the crowd, the segments behind the new prefix have new numbers: equal ones for requests whose segments were
-    # equal.
-    old = {number for arrival in arrivals for number in arrival.chain.tolist()}
-    assert len({int(crowd[at].chain[12]) for at in joined} - old) == 7

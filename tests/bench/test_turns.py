@@ -22,7 +22,7 @@ from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import PooledRun, pool_options
 from tokenlake_bench.simulation.run import Simulation
 from tokenlake_bench.sizing import bench_layout
-from tokenlake_bench.turns import ClockedTurns, DueTurns, Turns
+from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
 ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
@@ -75,34 +75,11 @@ def test_each_request_arrives_once_after_its_pause(
         assert arrived[number] == pytest.approx(due)
 
 
-@given(forests)
-def test_a_replay_without_an_engine_waits_for_late_answers_only(
-    forest: Sequence[tuple[float, int | None, float]],
-) -> None:
-    prompts = workload_of(forest)
-    # As recorded: an answer and its pause end by the next request's time.
-    for number, each in enumerate(prompts):
-        if each.follows is not None:
-            prompts[number] = replace(each, pause_s=min(each.pause_s, each.at_s - prompts[each.follows].at_s))
-    for late_s in (0.0, 7.0):
-        turns, due = DueTurns(prompts), dict[int, float]()
-        for at_s, number, prompt in turns:
-            assert number not in due
-            assert at_s >= max(due.values(), default=0.0)
-            earliest = 0.0 if prompt.follows is None else due[prompt.follows] + late_s + prompt.pause_s
-            assert at_s == pytest.approx(max(prompt.at_s, earliest))
-            due[number] = at_s
-            turns.answered(number, at_s + late_s)
-        assert len(due) == len(prompts)
-
-
 def test_requests_that_follow_none_before_them_are_refused() -> None:
     prompts = [Prompt(1, (), 0.0), Prompt(1, (), 1.0, follows=1)]
     for wrong in (1, 2, -1):
         with pytest.raises(ConfigurationError, match="follows"):
-            Turns([prompts[0], replace(prompts[1], follows=wrong)])
-    with pytest.raises(ConfigurationError, match="follows"):
-        list(Turns(iter(prompts)).starts())
+            ClockedTurns([prompts[0], replace(prompts[1], follows=wrong)], Clock(), lambda number, prompt, at_s: None)
 
 
 def sessions(count: int, turns: int, *, gap_s: float, pause_s: float, first: int = 8, more: int = 4) -> Accesses:
@@ -119,6 +96,11 @@ def sessions(count: int, turns: int, *, gap_s: float, pause_s: float, first: int
         follows = places[session, turn - 1] if turn else None
         prompts.append(Prompt(segments * TOKENS + number, chain, at_s, 40, session, follows, pause_s if turn else 0.0))
     return Accesses(TOKENS, prompts)
+
+
+def opened_of(accesses: Accesses) -> Accesses:
+    """The same prompts, each of which arrives at its recorded time."""
+    return Accesses(accesses.segment_tokens, [replace(each, follows=None, pause_s=0.0) for each in accesses.prompts])
 
 
 def by_number(answers: Sequence[Answered]) -> dict[int, Answered]:
@@ -158,7 +140,7 @@ def test_the_pool_waits_for_answers_and_pauses(real: bool) -> None:
     assert row.goodput_rps == pytest.approx(row.slo_attainment * len(run.answers) / ends)
 
 
-@pytest.mark.parametrize("name", ["round-robin-perfect", "cache-aware-real", "preble-real"])
+@pytest.mark.parametrize("name", ["round-robin-perfect", "cache-aware-real"])
 def test_routed_systems_wait_for_answers_and_pauses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accesses = sessions(12, 5, gap_s=0.5, pause_s=2.0)
     seen: list[Answered] = []
@@ -205,7 +187,7 @@ def test_turns_that_wait_find_what_the_turn_before_computed() -> None:
     again."""
     accesses = sessions(10, 6, gap_s=0.2, pause_s=0.1, first=24, more=8)
     ideal = infinite_cache(accesses)
-    closed, opened = (pooled(each).row() for each in (accesses, accesses.open_loop()))
+    closed, opened = (pooled(each).row() for each in (accesses, opened_of(accesses)))
     assert closed.token_hit_rate == pytest.approx(ideal.rate, rel=0.01)
     assert opened.token_hit_rate < 0.8 * ideal.rate
     assert closed.ttft_p99_ms < opened.ttft_p99_ms
@@ -213,7 +195,7 @@ def test_turns_that_wait_find_what_the_turn_before_computed() -> None:
 
 def test_in_open_loop_requests_arrive_as_recorded() -> None:
     accesses = sessions(6, 4, gap_s=0.5, pause_s=2.0)
-    opened = accesses.open_loop()
+    opened = opened_of(accesses)
     plain = [Prompt(p.tokens, p.chain, p.at_s, p.output_tokens, p.conversation) for p in accesses.prompts]
     assert opened.prompts == plain
     run = pooled(opened)
@@ -236,7 +218,7 @@ def test_copies_of_sessions_wait_for_their_own_answers(copies: int) -> None:
     arrivals = arrivals_of(sessions(5, 4, gap_s=1.5, pause_s=1.0))
     many = list(merged(arrivals, copies))
     assert len(many) == copies * len(arrivals)
-    Turns(many)
+    ClockedTurns(many, Clock(), lambda number, arrival, at_s: None)
     cut = 0
     for each in many:
         turn = (len(each.chain) - 8) // 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core import NodeCore, events
@@ -57,8 +57,8 @@ class SimulatedCluster:
         self.record = RingRecord.of(dict.fromkeys(names, self.size.memory))
         """The ring record, as the membership stores it."""
         cores = [self._core(name) for name in names]
-        self.sent, self.sent_to_readers = SendLog(self._most), SendLog(self._most)
-        """Bytes that nodes sent to others, in seconds of the workload; those of them that were for engines."""
+        self.sent = SendLog(self._most)
+        """Bytes that nodes sent to others, in seconds of the workload."""
         self.nodes = [self._node(index, core) for index, core in enumerate(cores)]
         """All nodes that ever were, by index."""
         self.serving = list(range(options.nodes))
@@ -90,11 +90,8 @@ class SimulatedCluster:
         node.read_ring = lambda: self._follow(node)
         return node
 
-    def _log(self, node: int, segments: int, to_reader: bool) -> None:
-        at_s, nbytes = self.clock.now - BEGINS_S, segments * self.size.layout.segment_bytes
-        self.sent.add(at_s, node, nbytes)
-        if to_reader:
-            self.sent_to_readers.add(at_s, node, nbytes)
+    def _log(self, node: int, segments: int) -> None:
+        self.sent.add(self.clock.now - BEGINS_S, node, segments * self.size.layout.segment_bytes)
 
     # -- changes of the ring
 
@@ -152,7 +149,7 @@ class SimulatedCluster:
 
     def run(
         self,
-        arrivals: Iterable[Arrival],
+        arrivals: Sequence[Arrival],
         window_ended: Callable[[], None] = lambda: None,
         route: Route | None = None,
         settle_s: float = SETTLE_S,

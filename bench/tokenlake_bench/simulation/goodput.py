@@ -17,12 +17,12 @@ import msgspec
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.report import table, write_json
 from tokenlake_bench.routing import SYSTEMS, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
-from tokenlake_bench.simulation.command import SimulateArguments
-from tokenlake_bench.simulation.pooled import POOL, pool_options
+from tokenlake_bench.simulation.command import prepare
+from tokenlake_bench.simulation.pooled import POOL
 from tokenlake_bench.simulation.pools import POOLS
 
 SHARE: Final = 0.9
@@ -77,26 +77,21 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
     return good
 
 
-def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, engine: EngineModel) -> SystemRow:
-    capacity_tokens, segment_tokens = arguments.size
-    nodes, seed = arguments.nodes, arguments.seed
+def _run(name: str, arrivals: Sequence[Arrival], arguments: CacheHitArguments) -> SystemRow:
     if name in POOLS:
-        options = pool_options(
-            engine, nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, seed=seed, rules={}
-        )
-        run, route = POOLS[name].prepare(options, engine, arguments.engine_cache_tokens)
-        run.run(arrivals, route=route)
+        run = prepare(arguments, POOLS[name])
+        run.run(arrivals)
         return run.row()
-    return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], arguments.fleet(engine))
+    return run_system(accesses_of(arrivals, arguments.size[1]), SYSTEMS[name], arguments.fleet(arguments.engine()))
 
 
-def goodput(arguments: SimulateArguments, systems: Sequence[str], *, say: Callable[[str], object]) -> Goodput:
+def goodput(arguments: CacheHitArguments, systems: Sequence[str], *, say: Callable[[str], object]) -> Goodput:
     """Search the goodput of every system. `say` is called with a line of text per simulated rate. Raises
     ConfigurationError."""
     for name in systems:
         if name not in (*POOLS, *SYSTEMS):
             raise ConfigurationError("systems", name, "some of " + ", ".join((*POOLS, *SYSTEMS)))
-    _, arrivals = arguments.workload(say)
+    _, arrivals = arguments.arrivals()
     accesses = accesses_of(arrivals, arguments.size[1])
     own_rate = (len(arrivals) - 1) / max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
     engine = arguments.engine()
@@ -113,7 +108,7 @@ def goodput(arguments: SimulateArguments, systems: Sequence[str], *, say: Callab
 
     def share_at(name: str, step: int) -> float:
         rate = own_rate * STEP**step
-        share = _run(name, arrivals_of(at_rate(accesses, rate)), arguments, engine).slo_attainment
+        share = _run(name, arrivals_of(at_rate(accesses, rate)), arguments).slo_attainment
         result.shares[name].append((rate, share))
         say(f"{name}: {share:.1%} at {rate:.2f} requests/s")
         return share
@@ -152,7 +147,7 @@ def main(systems: str, **arguments: Any) -> None:
     """Search the highest rate at which 90 % of the requests meet their objective, for each system."""
     console = Console()
     try:
-        result = goodput(SimulateArguments(**arguments), systems.split(","), say=console.print)
+        result = goodput(CacheHitArguments(**arguments), systems.split(","), say=console.print)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     title = f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"

@@ -46,7 +46,7 @@ class _SizedPull(Pull):
         source, target = self._source, self._target
         clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
         sent, arrived = source.network.transfer(clock.now, source.index, target.index, nbytes)
-        self._count(bulk.codes)
+        source.log(source.index, bulk.codes.count(Code.LOCAL))
         clock.at(sent, self.end_sending)
         clock.at(arrived, self._return_codes)
 
@@ -65,10 +65,6 @@ class _SizedPull(Pull):
         self.end_receiving(
             self._codes, b"".join(CHECKSUM * shards if code == Code.LOCAL else missing for code in self._codes)
         )
-
-    def _count(self, codes: bytes) -> None:
-        """A background transfer is a hand-over of segments; for every other transfer an engine waits."""
-        self._source.log(self._source.index, codes.count(Code.LOCAL), not self.order.background)
 
 
 class _Membership:
@@ -95,13 +91,13 @@ class SimNode:
         core: NodeCore,
         clock: Clock,
         network: Network,
-        log: Callable[[int, int, bool], None],
+        log: Callable[[int, int], None],
         disk_bytes: int = 0,
         disk: DiskShape | None = None,
     ) -> None:
         """`index`: number of this node among the `nodes` nodes of the cluster. `log` is called with (node, number of
-        segments that it sends to another one, whether an engine waits for them). `disk_bytes`: size of its disk; 0: it
-        has none. `disk`: its shape, by default the usual one."""
+        segments that it sends to another one). `disk_bytes`: size of its disk; 0: it has none. `disk`: its shape, by
+        default the usual one."""
         self.index = index
         self.name = core.config.node
         self.core = core

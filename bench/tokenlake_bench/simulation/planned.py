@@ -24,7 +24,7 @@ from tokenlake_bench.simulation.pooled import PooledRun
 
 
 class PlannedRoute:
-    """The route of one `PooledRun` that plans: pass it to `PooledRun.run`. It sends each request to an instance after a
+    """A route of one `PooledRun` that plans. It sends each request to an instance after a
     lookup of the request's segments."""
 
     def __init__(self, run: PooledRun) -> None:

@@ -50,7 +50,7 @@ DRAIN_S = 86_400.0
 
 def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
     """A layout whose segments have as many bytes as those of the engine's model; its other fields have no effect."""
-    elements = engine.model.attention.cache_elements
+    elements = engine.model.cache_elements
     return Layout(
         model_id=engine.model.name,
         weights_digest="00",
@@ -306,6 +306,8 @@ class PooledRun:
         self.answered: Callable[[Arrival], None] = lambda arrival: None
         """Functions that are called with the request at the first token (`first_token`) and at the last token
         (`answered`) of each answer."""
+        self.route: Route = self.least_loaded
+        """Chooses the node of each request."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
         self._instance = instance
         self._closed_loop = False
@@ -326,7 +328,7 @@ class PooledRun:
         return engine
 
     def least_loaded(self, number: int, arrival: Arrival, send: Send) -> None:
-        """The default route: sends each request to the node whose requests have the fewest prompt tokens left to
+        """A route, the default: sends each request to the node whose requests have the fewest prompt tokens left to
         compute; of those, to the one with the fewest requests; of those, to one that the seed draws."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
@@ -336,18 +338,12 @@ class PooledRun:
         """A route that sends requests to the nodes in turn."""
         send(number % len(self._engines))
 
-    def run(
-        self,
-        arrivals: Sequence[Arrival],
-        progress: Callable[[int], None] = lambda done: None,
-        route: Route | None = None,
-    ) -> None:
-        """Serve all requests to their last token. `route` chooses the nodes, by default `least_loaded`. Raises
-        ConfigurationError where there are no requests."""
+    def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None] = lambda done: None) -> None:
+        """Serve all requests to their last token. Raises ConfigurationError where there are no requests."""
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
         self._closed_loop = any(arrival.follows is not None for arrival in arrivals)
-        self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
+        self.simulation.run(arrivals, progress, self.route, DRAIN_S)
 
     def row(self) -> SystemRow:
         """The row of the pool in the comparison, from all answered requests; there must be at least one."""
@@ -357,7 +353,7 @@ class PooledRun:
             simulation.cluster.sent,
             self.busy,
             self.engine,
-            duplication=simulation.totals().duplication,
+            duplication=simulation.figures().duplication,
             closed_loop=self._closed_loop,
             disk=simulation.disk_use(max(answer.at_s for answer in self.answers)),
         )
