@@ -131,6 +131,7 @@ class _Run:
         every_s = max(1.0, seconds / SAMPLES)
         events += [(number * every_s, next(order), self._sample) for number in range(1, int(seconds / every_s) + 1)]
         heapq.heapify(events)
+        fleet.wait_started()
         self._began = time.monotonic()
         with LiveProgress(self.console, "soak, seconds", max(1, int(seconds))) as progress:
             while events and (now := self._now()) < seconds:

@@ -166,21 +166,19 @@ class Fleet:
         self._down: set[str] = set()
 
     def __enter__(self) -> Fleet:
-        """Raises Unreachable where the engines do not begin to work."""
         self.cluster.__enter__()
-        try:
-            for engine in self.engines:
-                engine.start()
-            if not _wait(lambda: all(any(engine.records()) for engine in self.engines), END_S):
-                raise Unreachable("the engines do not start")
-        except BaseException:
-            self.__exit__()
-            raise
+        for engine in self.engines:
+            engine.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.leave()
         self.cluster.close()
+
+    def wait_started(self) -> None:
+        """Wait until all engines work. Raises Unreachable."""
+        if not _wait(lambda: all(any(engine.records()) for engine in self.engines), END_S):
+            raise Unreachable("the engines do not start")
 
     def targets(self) -> list[Target]:
         """The first daemon and the first engine of each node are never killed (not mortal)."""
