@@ -13,7 +13,8 @@ from tokenlake_bench.baselines import intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_swarms
-from tokenlake_bench.simulation.pooled import POOL, POOL_REAL
+from tokenlake_bench.simulation.options import SimulationOptions
+from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
 from tokenlake_bench.trace_formats import TraceSource, read_trace
 from tokenlake_bench.workload import BuiltinWorkload, Workload
@@ -30,7 +31,7 @@ JITTER_S: Final = 3.0
 """Largest rounding in seconds of the times of known traces; a random delay up to it spreads the requests again."""
 SIMULATED: Final = (
     *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "route", "pools", "baselines", "model", "gpu"),
-    *("rate", "copies", "swarm", "open_loop"),
+    *("rate", "copies", "swarm", "open_loop", "goodput"),
 )
 """Arguments that need simulated engines."""
 
@@ -42,8 +43,9 @@ class CacheHitArguments:
     caches; `disk_tokens`: what the disks of all nodes hold, None for none. `rate`: requests per second of all copies
     together, None for the trace's own. `copies`: so many copies of the trace run side by side, shifted, with shared
     templates. `swarm`: number of requests in each added swarm of parallel agents. `open_loop`: every request arrives at
-    its recorded time. `pools`: None for `pool`, and for `pool-real` where a compared system is real. Raises
-    ConfigurationError for a value out of range."""
+    its recorded time. `goodput`: search the highest rate within the objective, in place of the comparison. `pools`:
+    None for `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of
+    range."""
 
     mode: Literal["live", "simulate"] = "simulate"
     trace: Path | None = None
@@ -64,6 +66,7 @@ class CacheHitArguments:
     copies: int | None = None
     swarm: int | None = None
     open_loop: bool = False
+    goodput: bool = False
     json_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +109,23 @@ class CacheHitArguments:
     def engine(self) -> EngineModel:
         """The engine model that gives the times of one instance."""
         return EngineModel.fitting(model_named(self.model or MODEL), gpu_named(self.gpu or GPU))
+
+    def options(self) -> SimulationOptions:
+        """Options of the simulated pool."""
+        budget = self.disk_writes_per_day
+        return pool_options(
+            self.engine(),
+            nodes=self.nodes,
+            capacity_tokens=self.size[0],
+            segment_tokens=self.size[1],
+            seed=self.seed,
+            rules={} if budget is None else {"disk_writes_per_day": budget},
+            disk_tokens=self.disk_tokens or 0,
+        )
+
+    def run_of(self, pool: PoolSystem) -> PooledRun:
+        """A run of one form of the pool."""
+        return pool.prepare(self.options(), self.engine(), self.engine_cache_tokens)
 
     def fleet(self, engine: EngineModel) -> FleetOptions:
         """Options of the systems with which the pool is compared."""

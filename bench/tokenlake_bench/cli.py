@@ -69,6 +69,7 @@ def bench() -> None:
 @_option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
 @_option("--rate", type=float, help="simulate: requests per second. [default: as in the trace]")
 @_option("--open-loop", is_flag=True, help="simulate: requests of sessions arrive at their recorded times.")
+@_option("--goodput", is_flag=True, help="simulate: search the highest rate with 90 % of the requests in objective.")
 @_option("--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]")
 @_option("--swarm", type=int, help="simulate: every 20 s, add so many requests that share a prefix of 16,384 tokens.")
 @_json

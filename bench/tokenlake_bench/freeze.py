@@ -22,7 +22,6 @@ from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.report import format_bytes, format_share
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import Send, SimulatedCluster
-from tokenlake_bench.simulation.command import options_of, prepare
 from tokenlake_bench.simulation.engine import RequestOutcome
 from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.pools import POOL_PLANNED_REAL, POOLS
@@ -86,7 +85,7 @@ class Plan:
 
     def _served(self) -> Cell:
         arguments = self._arguments()
-        run = prepare(arguments, POOLS[POOL_PLANNED_REAL])
+        run = arguments.run_of(POOLS[POOL_PLANNED_REAL])
         if self.shape == "skew":
             run.route = _skewed(run)
         run.run(arguments.arrivals()[1])
@@ -104,7 +103,7 @@ class Plan:
     def _churn(self) -> Cell:
         """Two nodes join, then two others drain, while engines that take no time serve the requests in turn."""
         arguments = self._arguments()
-        options = options_of(arguments)
+        options = arguments.options()
         tokens = hits = 0
 
         def finished(outcome: RequestOutcome) -> None:

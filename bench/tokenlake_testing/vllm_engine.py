@@ -226,30 +226,6 @@ class VllmEngine:
             copy = rank._worker._copy
             copy.to_slot = _after(seconds, type(copy).to_slot.__get__(copy))
 
-    def bare_copy(self, segments: int) -> dict[str, float]:
-        """Seconds in which `segments` segments are copied from host memory into the engine's blocks, by the functions
-        that a load uses and without anything else; and seconds of a copy of as many bytes within host memory. The
-        blocks must be free; vLLM's own cache is reset."""
-        import numpy as np
-
-        from tokenlake.layout import Layout
-        from tokenlake_client.engines.vllm.step_plan import Part
-
-        worker = _ours(self._rank())[0]._worker
-        layout = Layout.decode(bytes.fromhex(self.layout()))
-        source = np.ones((segments, layout.segment_bytes), np.uint8)
-        target = np.ones_like(source)
-        each = layout.segment_tokens // worker._block
-        began = time.perf_counter()
-        for index, slot in enumerate(source):
-            worker._copy.from_slot(slot, Part(0, 0, 0, tuple(range(1 + index * each, 1 + (index + 1) * each))))
-        worker._copy.finish()
-        copied = time.perf_counter()
-        np.copyto(target, source)
-        ended = time.perf_counter()
-        self.forget()
-        return {"cache_copy_ms": copied - began, "memory_copy_ms": ended - copied}
-
     def expect_prefill(self, token_s: float) -> None:
         """Make the planner expect `token_s` seconds per computed token, by replacing all measurements of prefills that
         it remembers."""

@@ -40,7 +40,7 @@ def pooled(
     accesses: Accesses, nodes: int, node_segments: int, engine_segments: int, *, real: bool = True
 ) -> tuple[SystemRow, PooledRun]:
     options = pool_options(
-        ENGINE, nodes=nodes, capacity_tokens=nodes * node_segments * TOKENS, segment_tokens=TOKENS, seed=0, rules={}
+        ENGINE, nodes=nodes, capacity_tokens=nodes * node_segments * TOKENS, segment_tokens=TOKENS, seed=0
     )
     engines: list[CachedEngine] = []
 

@@ -29,7 +29,6 @@ def pooled(
         capacity_tokens=nodes * node_segments * TOKENS,
         segment_tokens=TOKENS,
         seed=seed,
-        rules={},
     )
     run = PooledRun(options, ENGINE, counts_memory=real)
     route = PlannedRoute(run) if planned else None

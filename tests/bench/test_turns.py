@@ -117,9 +117,7 @@ def check_pauses(accesses: Accesses, answers: Sequence[Answered]) -> None:
 
 
 def pooled(accesses: Accesses, *, real: bool = False) -> PooledRun:
-    options = pool_options(
-        ENGINE, nodes=NODES, capacity_tokens=NODES * 600 * TOKENS, segment_tokens=TOKENS, seed=0, rules={}
-    )
+    options = pool_options(ENGINE, nodes=NODES, capacity_tokens=NODES * 600 * TOKENS, segment_tokens=TOKENS, seed=0)
     run = PooledRun(options, ENGINE, counts_memory=real)
     run.run(arrivals_of(accesses))
     assert run.simulation.cluster.idle()

@@ -9,33 +9,11 @@ from rich.console import Console
 
 from tokenlake_bench.cache_hit import ROUND_ROBIN, CacheHitArguments
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import write_json
+from tokenlake_bench.report import table, write_json
 from tokenlake_bench.routing import SystemRow, run_system
 from tokenlake_bench.simulation.arrivals import accesses_of
-from tokenlake_bench.simulation.options import SimulationOptions
-from tokenlake_bench.simulation.pooled import PooledRun, pool_options
-from tokenlake_bench.simulation.pools import PoolSystem
+from tokenlake_bench.simulation.goodput import SHARE, search
 from tokenlake_bench.simulation.results import SimulatedResult, figures_of, pool_table, systems_table
-
-
-def options_of(arguments: CacheHitArguments) -> SimulationOptions:
-    """The options of the simulated pool."""
-    capacity_tokens, segment_tokens = arguments.size
-    budget = arguments.disk_writes_per_day
-    return pool_options(
-        arguments.engine(),
-        nodes=arguments.nodes,
-        capacity_tokens=capacity_tokens,
-        segment_tokens=segment_tokens,
-        seed=arguments.seed,
-        rules={} if budget is None else {"disk_writes_per_day": budget},
-        disk_tokens=arguments.disk_tokens or 0,
-    )
-
-
-def prepare(arguments: CacheHitArguments, pool: PoolSystem) -> PooledRun:
-    """A run of one form of the pool with these arguments."""
-    return pool.prepare(options_of(arguments), arguments.engine(), arguments.engine_cache_tokens)
 
 
 @dataclass(eq=False)
@@ -62,7 +40,7 @@ class Study:
             self.console.print("no --trace: simulating the built-in workload")
         try:
             for pool in pools:
-                run = prepare(arguments, pool)
+                run = arguments.run_of(pool)
                 if arguments.route == ROUND_ROBIN:
                     run.route = run.round_robin
                 try:
@@ -107,6 +85,13 @@ class Study:
 
 
 def run_simulate(arguments: CacheHitArguments) -> bool:
-    """Run the comparison. Returns False when it was interrupted. Raises TokenLakeError."""
-    result = Study(arguments, Console()).run()
+    """Run the comparison, or the search for the goodput. Returns False when the comparison was interrupted. Raises
+    TokenLakeError."""
+    console = Console()
+    if arguments.goodput:
+        found = search(arguments, console.print)
+        title = f"{found.requests:,} requests, {found.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
+        console.print(table(title, (), [(name, f"{rate:.2f}") for name, rate in found.rates.items()]))
+        return True
+    result = Study(arguments, console).run()
     return result is not None and result.complete

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from tokenlake.core import events
@@ -71,7 +72,7 @@ def pool_options(
     capacity_tokens: int,
     segment_tokens: int,
     seed: int,
-    rules: dict[str, Any],
+    rules: Mapping[str, Any] = MappingProxyType({}),
     disk_tokens: int = 0,
 ) -> SimulationOptions:
     """Options of a simulated pool with one node per engine instance, whose network adapters together are one

@@ -56,11 +56,8 @@ POOLS: Final[dict[str, PoolSystem]] = {
 def pools_named(names: str) -> list[PoolSystem]:
     """The forms of the pool of the comma-separated `names`, or all forms for `all`. Raises ConfigurationError for a
     name that is not in `POOLS`."""
-    if names == "all":
-        return list(POOLS.values())
-    chosen = []
-    for name in names.split(","):
+    chosen = list(POOLS) if names == "all" else names.split(",")
+    for name in chosen:
         if name not in POOLS:
             raise ConfigurationError("pools", name, "all, or names among " + ", ".join(POOLS))
-        chosen.append(POOLS[name])
-    return chosen
+    return [POOLS[name] for name in chosen]
