@@ -3,7 +3,6 @@ another and all at once, and what it has again after each start."""
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -103,7 +102,6 @@ class RestartResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     failures: int
     wrong_bytes: int
-    load_average: float
 
 
 @dataclass
@@ -142,7 +140,7 @@ class _Conversations:
 def run_restart(arguments: RestartArguments, console: Console | None = None) -> RestartResult:
     """Run all restarts and print the table. Raises TokenLakeError: `Unreachable` where a daemon does not end or start,
     and after the table where bytes differ."""
-    console, load_average = console or Console(), os.getloadavg()[0]
+    console = console or Console()
     cluster = Cluster(arguments.nodes, MEMORY, REGION, disk_writes_per_day="0", **PATIENT)
     cluster.deadlines = Deadlines(call_s=CALL_S)
     cluster.give_disks()
@@ -169,7 +167,6 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
         seed=arguments.seed,
         failures=load.failures,
         wrong_bytes=load.wrong_bytes,
-        load_average=load_average,
     )
     console.print(_table(result))
     write_json(result, arguments.json_file)

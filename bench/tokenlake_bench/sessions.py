@@ -119,11 +119,22 @@ class SessionTrace:
         ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size. See `TraceSource`."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
-        chains = _Chains(segment_tokens // BLOCK_TOKENS)
+        blocks = segment_tokens // BLOCK_TOKENS
+        known: dict[tuple[int, bytes], int] = {}
+        """Segment ids by (id of the previous segment, block ids of the segment). For the first segment of a prompt the
+        previous id is -1 minus the number of the session."""
+
+        def chain(session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
+            found, before = [], -1 - session
+            for start in range(0, len(ids) - blocks + 1, blocks):
+                before = known.setdefault((before, ids[start : start + blocks].tobytes()), len(known))
+                found.append(before)
+            return tuple(found)
+
         prompts = [
             Prompt(
                 request.length,
-                chains.chain(request.session, request.block_ids),
+                chain(request.session, request.block_ids),
                 request.at_s,
                 request.output_length,
                 request.conversation,
@@ -136,33 +147,6 @@ class SessionTrace:
 
     def _stream(self, keys: NDArray[np.uint64], count: int) -> NDArray[np.uint32]:
         return stream_tokens(keys, count, VOCABULARY).reshape(-1)
-
-
-class _Chains:
-    """Assigns ids to segments of recorded sessions: two segments get the same id if all blocks up to their ends are
-    equal."""
-
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
-        self._ids: dict[tuple[int, bytes], int] = {}
-        """Segment ids by (id of the previous segment, block ids of the segment). For the first segment of a prompt the
-        previous id is -1 minus the number of the session."""
-        self._last: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
-
-    def chain(self, session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
-        """Segment ids of a prompt. Only the segments behind the prefix that it shares with the session's previous
-        prompt are looked up."""
-        previous, known = self._last.get(session, (ids[:0], ()))
-        common = min(len(ids), len(previous))
-        unequal = np.flatnonzero(ids[:common] != previous[:common])
-        common = int(unequal[0]) if len(unequal) else common
-        chain = list(known[: common // self._blocks])
-        for start in range(len(chain) * self._blocks, len(ids) - self._blocks + 1, self._blocks):
-            before = chain[-1] if chain else -1 - session
-            key = (before, ids[start : start + self._blocks].tobytes())
-            chain.append(self._ids.setdefault(key, len(self._ids)))
-        self._last[session] = ids, tuple(chain)
-        return self._last[session][1]
 
 
 def read_sessions(

@@ -38,7 +38,6 @@ def test_daemons_and_simulated_nodes_agree(tmp_path: Path) -> None:
     options = SimulationOptions(
         nodes=NODES,
         capacity_tokens=CAPACITY_TOKENS,
-        segment_tokens=SEGMENT_TOKENS,
         layout=bench_layout(SEGMENT_TOKENS),
         rules=patience,
     )

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tokenlake.keys import KEY_BYTES
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of, merged, with_swarms
-from tokenlake_bench.simulation.network import Link, Network, NetworkShape
+from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
 
 MB = 10**6
@@ -42,7 +42,7 @@ def test_callbacks_run_in_order_of_time_then_of_scheduling() -> None:
 
 
 def test_a_node_sends_one_transfer_after_the_other() -> None:
-    network = Network(NetworkShape(usual=Link(latency_s=0.001, bandwidth=100 * MB)), 3)
+    network = Network(Link(latency_s=0.001, bandwidth=100 * MB), 3)
     assert network.transfer(0.0, 0, 1, 10 * MB) == pytest.approx((0.1, 0.101))
     assert network.transfer(0.0, 0, 2, 10 * MB) == pytest.approx((0.2, 0.201))
     # The link is idle again, so that this transfer waits for no other.
@@ -51,17 +51,9 @@ def test_a_node_sends_one_transfer_after_the_other() -> None:
 
 
 def test_a_node_receives_one_transfer_after_the_other() -> None:
-    network = Network(NetworkShape(usual=Link(latency_s=0.001, bandwidth=100 * MB)), 3)
+    network = Network(Link(latency_s=0.001, bandwidth=100 * MB), 3)
     assert network.transfer(0.0, 0, 2, 10 * MB) == pytest.approx((0.1, 0.101))
     assert network.transfer(0.0, 1, 2, 10 * MB) == pytest.approx((0.1, 0.201))
-
-
-def test_a_slow_link_is_slow_in_one_direction() -> None:
-    slow = Link(latency_s=0.5, bandwidth=10 * MB)
-    network = Network(NetworkShape(usual=Link(0.001, 100 * MB), links={(0, 1): slow}), 2)
-    assert network.link(0, 1) is slow
-    assert network.transfer(0.0, 0, 1, 10 * MB) == pytest.approx((1.0, 1.5))
-    assert network.transfer(0.0, 1, 0, 10 * MB) == pytest.approx((0.1, 0.101))
 
 
 # -- arrivals

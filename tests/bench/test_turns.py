@@ -17,11 +17,7 @@ from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import SYSTEMS, Answered, FleetOptions, SystemRow, at_rate, fleet_run, run_system
 from tokenlake_bench.routing.outcome import row_of
 from tokenlake_bench.simulation.arrivals import arrivals_of, merged
-from tokenlake_bench.simulation.engine import RequestOutcome
-from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import PooledRun, pool_options
-from tokenlake_bench.simulation.run import Simulation
-from tokenlake_bench.sizing import bench_layout
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
@@ -153,31 +149,6 @@ def test_routed_systems_wait_for_answers_and_pauses(name: str, monkeypatch: pyte
     ends = max(answer.finished_s for answer in seen)
     assert row.goodput_rps == pytest.approx(row.slo_attainment * len(seen) / ends)
     assert run_system(accesses, SYSTEMS[name], FLEET) == row
-
-
-def test_plain_engines_wait_for_answers_and_pauses() -> None:
-    accesses = sessions(6, 4, gap_s=0.01, pause_s=3.0)
-    options = SimulationOptions(
-        nodes=NODES,
-        capacity_tokens=NODES * 600 * TOKENS,
-        segment_tokens=TOKENS,
-        layout=bench_layout(TOKENS),
-        prefill_tokens_per_s=5_000.0,
-    )
-    simulation = Simulation(options)
-    finished: list[RequestOutcome] = []
-    for engine in simulation.cluster.engines:
-        engine._finished = finished.append
-    simulation.run(arrivals_of(accesses))
-    at = {outcome.arrival.tokens % TOKENS: outcome.arrival.at_s for outcome in finished}
-    assert len(at) == len(finished) == len(accesses.prompts)
-    for number, prompt in enumerate(accesses.prompts):
-        if prompt.follows is None:
-            assert at[number] == prompt.at_s
-        else:
-            # The request before computed four segments, or eight, at 5,000 tokens/s.
-            assert at[number] >= at[prompt.follows] + 3.0 + 4 * TOKENS / 5_000
-    assert sum(outcome.hits for outcome in finished) * TOKENS == infinite_cache(accesses).hit_tokens
 
 
 def test_turns_that_wait_find_what_the_turn_before_computed() -> None:

@@ -49,10 +49,10 @@ class SimulatedCluster:
         """`finished` is called with the outcome of each finished request; `engine` makes the engine of each node;
         `joining`: maximum number of nodes that join later (`add`)."""
         self.options = options
-        self.size = pool_size(options.nodes, options.capacity_tokens, options.segment_layout)
+        self.size = pool_size(options.nodes, options.capacity_tokens, options.layout)
         self.clock = Clock()
         self._most = options.nodes + joining
-        self.network = Network(options.network, self._most)
+        self.network = Network(options.link, self._most)
         names = [f"n{index:04}" for index in range(options.nodes)]
         self.record = RingRecord.of(dict.fromkeys(names, self.size.memory))
         """The ring record, as the membership stores it."""
@@ -85,7 +85,7 @@ class SimulatedCluster:
     def _node(self, index: int, core: NodeCore) -> SimNode:
         options, size = self.options, self.size
         disk = disk_bytes(options.disk_tokens // options.nodes, size.layout)
-        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk, options.disk)
+        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk)
         node.drained = lambda: self._leave(node)
         node.read_ring = lambda: self._follow(node)
         return node

@@ -9,8 +9,8 @@ from tokenlake.core import NodeCore, events, instructions
 from tokenlake.keys import KEY_BYTES
 from tokenlake.memory import SegmentStore
 from tokenlake.wire import Code, engine, peer
-from tokenlake_bench.simulation.disk import CHECKSUM, DiskShape, SimDisk
-from tokenlake_bench.simulation.network import Link, Network
+from tokenlake_bench.simulation.disk import CHECKSUM, SimDisk
+from tokenlake_bench.simulation.network import Network
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull
 
@@ -93,11 +93,9 @@ class SimNode:
         network: Network,
         log: Callable[[int, int], None],
         disk_bytes: int = 0,
-        disk: DiskShape | None = None,
     ) -> None:
         """`index`: number of this node among the `nodes` nodes of the cluster. `log` is called with (node, number of
-        segments that it sends to another one). `disk_bytes`: size of its disk; 0: it has none. `disk`: its shape, by
-        default the usual one."""
+        segments that it sends to another one). `disk_bytes`: size of its disk; 0: it has none."""
         self.index = index
         self.name = core.config.node
         self.core = core
@@ -112,7 +110,7 @@ class SimNode:
         """Called when the node hears of a newer ring."""
         self.disk: SimDisk | None = None
         if disk_bytes:
-            self.disk = SimDisk(disk or DiskShape(), disk_bytes, clock, self._from_disk)
+            self.disk = SimDisk(disk_bytes, clock, self._from_disk)
         self.driver = NodeDriver(
             core,
             clock,
@@ -124,7 +122,7 @@ class SimNode:
         )
         self.deliver = self.driver.deliver
         self._nodes = nodes
-        self._peers: dict[str, tuple[SimNode, Link]] = {}
+        self._peers: dict[str, SimNode] = {}
         self._streams = 0
 
     @property
@@ -143,8 +141,7 @@ class SimNode:
 
     def connect(self, nodes: Iterable[SimNode]) -> None:
         """Make the other nodes known to this one. Must be called before `driver.start`, and when a node joins."""
-        others = (node for node in nodes if node is not self)
-        self._peers = {other.name: (other, self.network.link(self.index, other.index)) for other in others}
+        self._peers = {node.name: node for node in nodes if node is not self}
 
     def knows(self, other: str) -> bool:
         """Whether the node lives, and its ring record has the node `other`."""
@@ -166,16 +163,14 @@ class SimNode:
     # -- network
 
     def say(self, order: instructions.SendToPeer) -> None:
-        other, link = self._peers[order.node]
-        message = order.message
-        self.network.frame(message)
-        self.clock.after(link.latency_s, other.hear, self.name, message)
+        self.network.frame(order.message)
+        self.clock.after(self.network.link.latency_s, self._peers[order.node].hear, self.name, order.message)
 
     def pull(self, order: instructions.StartFetch) -> Pull:
-        source, link = self._peers[order.node]
+        source = self._peers[order.node]
         self._streams += 1
         pull = _SizedPull(source, self, order, self._streams * self._nodes + self.index)
-        self.clock.after(link.latency_s, pull.begin)
+        self.clock.after(self.network.link.latency_s, pull.begin)
         return pull
 
     # -- memory

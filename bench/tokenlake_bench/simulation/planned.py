@@ -38,7 +38,7 @@ class PlannedRoute:
         instances = {str(node): node for node in self._nodes}
         layout = self._cluster.size.layout
         self.router = Router(instances, options.segment_tokens, layout.segment_bytes, seed=options.seed)
-        self._one_way_s = SOCKET_S + options.network.usual.latency_s
+        self._one_way_s = SOCKET_S + options.link.latency_s
         run.first_token = self._first_token
         run.answered = self._answered
 

@@ -34,10 +34,11 @@ from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, Route, Send
 from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, SimulatedEngine, Steps
-from tokenlake_bench.simulation.network import Link, NetworkShape
+from tokenlake_bench.simulation.network import Link
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
+from tokenlake_bench.sizing import layout_of
 
 POOL, POOL_REAL = "pool", "pool-real"
 """Names of two simulated forms of the pool. `pool`: requests under way take no memory from the pool, as in the
@@ -51,18 +52,9 @@ DRAIN_S = 86_400.0
 
 def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
     """A layout whose segments have as many bytes as those of the engine's model; its other fields have no effect."""
-    elements = engine.model.cache_elements
-    return Layout(
-        model_id=engine.model.name,
-        weights_digest="00",
-        dtype="bfloat16",
-        layers=engine.model.layers,
-        kv_heads=1,
-        key_dim=elements // 2,
-        value_dim=elements - elements // 2,
-        position="none",
-        segment_tokens=segment_tokens,
-    )
+    elements, layers = engine.model.cache_elements, engine.model.layers
+    key_dim = elements // 2
+    return layout_of(engine.model.name, segment_tokens, key_dim, elements - key_dim, layers=layers, dtype="bfloat16")
 
 
 def pool_options(
@@ -83,10 +75,9 @@ def pool_options(
         nodes=nodes,
         capacity_tokens=capacity_tokens,
         disk_tokens=disk_tokens,
-        segment_tokens=segment_tokens,
         layout=engine_layout(engine, segment_tokens),
         seed=seed,
-        network=NetworkShape(Link(bandwidth=bandwidth)),
+        link=Link(bandwidth=bandwidth),
         rules=rules,
     )
 
@@ -267,7 +258,7 @@ class PooledEngine(SimulatedEngine):
         slot is reserved and its segment discarded at once: it is then in no index, like the slot of an evicted segment
         that a reader still pins."""
         store, now = self._node.store, self._clock.now
-        slot_bytes = self._options.segment_layout.segment_bytes
+        slot_bytes = self._options.layout.segment_bytes
         self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
         while len(memory.own) + len(memory.shared) < memory.slots:
             key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))

@@ -107,7 +107,7 @@ class Simulation:
             return None
         counters = [node.core.counters for node in self.cluster.nodes]
         written = sum(disk.written_bytes for disk in disks)
-        evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.segment_layout.segment_bytes
+        evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.layout.segment_bytes
         per_day = written * 86_400 / max(seconds, 1e-9)
         return DiskUse(
             tokens=sum(map(_from_disk, counters)),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
+from tokenlake_bench.sizing import layout_of
 
 SEGMENT_TOKENS: Final = 16
 PROMPTS: Final = 160
@@ -35,23 +36,9 @@ class Group(NamedTuple):
         return f"{self.tenant}-token-0123456789"
 
 
-def _layout(name: str, layers: int, kv_heads: int) -> Layout:
-    return Layout(
-        model_id=name,
-        weights_digest="00",
-        dtype="float16",
-        layers=layers,
-        kv_heads=kv_heads,
-        key_dim=32,
-        value_dim=32,
-        position="none",
-        segment_tokens=SEGMENT_TOKENS,
-    )
-
-
-SMALL: Final = _layout("soak-small", 2, 4)
+SMALL: Final = layout_of("soak-small", SEGMENT_TOKENS, 32, layers=2, kv_heads=4)
 """Layout with segments of 16 KiB and 4 shards."""
-LARGE: Final = _layout("soak-large", 4, 8)
+LARGE: Final = layout_of("soak-large", SEGMENT_TOKENS, 32, layers=4, kv_heads=8)
 """Layout with segments of 64 KiB and 8 shards."""
 GROUPS: Final = (Group("red", SMALL), Group("blue", SMALL), Group("red", LARGE), Group("blue", LARGE))
 

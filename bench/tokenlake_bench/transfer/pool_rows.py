@@ -15,6 +15,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
+from tokenlake_bench import sizing
 from tokenlake_bench.daemons import PATIENT
 from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Size
 from tokenlake_bench.transfer.windows import Windows, keys_of
@@ -50,16 +51,7 @@ deadline."""
 def layout_of(size: Size) -> Layout:
     """A layout whose segments have the given size in bytes: 256 tokens, 32 layers, 8 KV heads."""
     dimension = size.segment_bytes // (32 * 8 * 256 * 2 * 2)
-    return Layout(
-        model_id=f"bench-{size.label}",
-        weights_digest="00",
-        dtype="bfloat16",
-        layers=32,
-        kv_heads=8,
-        key_dim=dimension,
-        value_dim=dimension,
-        position="none",
-    )
+    return sizing.layout_of(f"bench-{size.label}", 256, dimension, layers=32, kv_heads=8, dtype="bfloat16")
 
 
 class PoolRows:
