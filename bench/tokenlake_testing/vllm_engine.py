@@ -42,7 +42,6 @@ class VllmEngine:
         if transfer:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._pool = pool
-        self._clocks: dict[str, list[float]] = {}
         self._planted: tuple[Any, str, Any] | None = None
         self._adapters: dict[str, int] = {}
         self._llm = LLM(model=model, **settings)
@@ -172,21 +171,6 @@ class VllmEngine:
     def layout(self) -> str:
         return str(_ours(self._side())[0].layout.encode().hex())
 
-    def clocks(self) -> dict[str, list[float]]:
-        """Seconds of each forward pass (step) of the engine that computed tokens, and of each call of the rank's hooks
-        of saving, since the last call; the first call begins the measurement. Names that end in ` cpu` have the calling
-        thread's processor time."""
-        if not self._clocks:
-            core = self._llm.llm_engine.engine_core.engine_core
-            self._clock(core, "step_fn", lambda result: bool(result[1]))
-            if self._pool is not None:
-                self._clock(self._rank(), "save_kv_layer")
-                self._clock(self._rank(), "wait_for_save")
-        taken = {name: list(times) for name, times in self._clocks.items()}
-        for times in self._clocks.values():
-            times.clear()
-        return taken
-
     def door(self) -> str:
         """How the pool serves the engine: "connector" (the model's layout is the pool's), "offloading" (behind vLLM's
         OffloadingConnector), or "none"."""
@@ -234,20 +218,6 @@ class VllmEngine:
         for number in range(NEWEST):
             tokens = 100 * (number + 1)
             self._side()._scheduler.rates.prefill.add(tokens, 0, tokens * token_s, time.monotonic())
-
-    def _clock(self, owner: Any, name: str, counts: Callable[[Any], bool] = lambda result: True) -> None:
-        function = getattr(owner, name)
-        times, own = (self._clocks.setdefault(key, []) for key in (name, f"{name} cpu"))
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started, own_started = time.perf_counter(), time.thread_time()
-            result = function(*args, **kwargs)
-            if counts(result):
-                times.append(time.perf_counter() - started)
-                own.append(time.thread_time() - own_started)
-            return result
-
-        setattr(owner, name, call)
 
     def hook_ms(self, tokens: int) -> float | None:
         """Milliseconds that vLLM's scheduler spends in the connector on a new prompt, for hashing it, sending the match

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -67,20 +66,6 @@ def test_no_policy_exceeds_the_clairvoyant_bound(texts: list[tuple[int, ...]], c
 def test_a_store_without_pressure_finds_all_there_is() -> None:
     asked = conversations()
     assert TOKENS * serve(StudiedStore(asked, 4_000_000, LeastRecentlyUsed), asked) == infinite_cache(asked).hit_tokens
-
-
-def test_no_policy_takes_a_parent_before_its_children() -> None:
-    asked = accesses([(0, 1, 2), (3,)])
-    stores = StudiedStore(asked, 30, _ParentsFirst)
-    serve(stores, asked)
-    assert len(list(stores.store.segments())) == 3
-
-
-class _ParentsFirst(LeastRecentlyUsed):
-    """Evicts the segment of least depth."""
-
-    def victim(self, now: float) -> Any:
-        return min(self, key=lambda segment: segment.depth)
 
 
 def test_the_mean_of_shares_is_geometric() -> None:

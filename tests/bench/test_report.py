@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tokenlake_bench.report import format_bytes, format_duration, format_share, table, write_json
+from tokenlake_bench.report import format_bytes, format_duration, table, write_json
 
 
 def test_a_table_fits_a_terminal() -> None:
@@ -56,7 +56,3 @@ def test_bytes_in_units(count: float, text: str) -> None:
 )
 def test_durations_in_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_shares_in_percent() -> None:
-    assert format_share(0.29761) == "29.8 %"

@@ -51,17 +51,6 @@ def caches(*held: tuple[int, ...], capacity: int = 100) -> TrackedCaches:
 # -- knowledge
 
 
-def test_an_lru_changes_its_size() -> None:
-    cache = Lru(3)
-    assert cache.touch((1, 2, 3)) == []
-    assert list(cache) == [3, 2, 1]
-    assert cache.resize(2) == [3]
-    assert len(cache) == 2
-    assert cache.resize(0) == [2, 1]
-    assert cache.touch((4,)) == [4]
-    assert cache.resize(1) == []
-
-
 CHAINS = st.lists(
     st.tuples(st.integers(0, 3), st.lists(st.integers(0, 8), max_size=6, unique=True).map(tuple), st.integers(0, 6)),
     max_size=30,
@@ -144,13 +133,6 @@ def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
     assert router.choose(ask(0, 1, 2, 3, 4)) == 1
     lower = CacheAware(fleet(knowledge), CacheAwareSettings(cache_threshold=0.49))
     assert lower.choose(ask(0, 1, 2, 3, 4)) == 0
-
-
-def test_the_router_remembers_what_it_sent() -> None:
-    router = CacheAware(fleet(OwnRecord(4, 100)))
-    first = router.choose(ask(0, 1, 2))
-    assert router.choose(ask(1, 1, 2, 3)) == first
-    assert router.choose(ask(2, 7, 8)) != first
 
 
 def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
@@ -280,22 +262,6 @@ def test_busy_time_is_that_of_the_steps() -> None:
     each_s = ENGINE.prefill_s(1000)
     assert row.busy_share == pytest.approx(each_s / (4.0 + each_s))
     assert row.busy_cv == pytest.approx(0.0, abs=1e-9)
-
-
-def test_the_engine_decides_the_times() -> None:
-    slower = EngineModel(MODELS["llama-3-8b"], dataclasses.replace(GPUS["a100-80g"], compute_efficiency=0.3))
-    accesses = workload(50, gap_s=50.0)
-    fast = run_system(accesses, SYSTEMS["round-robin-perfect"], options())
-    slow = run_system(accesses, SYSTEMS["round-robin-perfect"], dataclasses.replace(options(), engine=slower))
-    assert slow.ttft_p99_ms > 1.5 * fast.ttft_p99_ms
-    assert slow.token_hit_rate == fast.token_hit_rate
-
-
-def test_another_rate_keeps_the_shape() -> None:
-    accesses = workload(11, gap_s=3.0)
-    moved = at_rate(accesses, 2.0)
-    assert [prompt.at_s for prompt in moved.prompts] == pytest.approx([number / 2 for number in range(11)])
-    assert [prompt.chain for prompt in moved.prompts] == [prompt.chain for prompt in accesses.prompts]
 
 
 def test_names_and_arguments_without_meaning_are_named() -> None:

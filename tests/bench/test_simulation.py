@@ -11,7 +11,6 @@ from tokenlake.core.cluster.serve import SENT, SENT_BYTES, SENT_TO_READERS
 from tokenlake.core.engines.write import STORED
 from tokenlake.core.report.account import ASKED, SUPPLIED, Source
 from tokenlake.core.report.misses import MISSED
-from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake_bench.balance import Spread
@@ -137,10 +136,3 @@ def test_a_match_on_a_slow_network_finds_local_segments() -> None:
     by_source = [node.core.counters.by_labels(SUPPLIED) for node in simulation.cluster.nodes]
     sources = {source for each in by_source for (_, source), tokens in each.items() if tokens}
     assert sources == {Source.LOCAL}
-
-
-def test_what_has_no_meaning_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="rules"):
-        options(2, rules={"colour": 1})
-    with pytest.raises(ConfigurationError, match="bandwidth"):
-        Link(bandwidth=0.0)

@@ -63,20 +63,6 @@ def test_compressed_and_plain_files_read_alike(tmp_path: Path) -> None:
         assert np.array_equal(a.tokens, b.tokens)
 
 
-def test_several_frames_are_read_as_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl.zst"
-    path.write_bytes(b"".join(zstandard.compress(json.dumps(GOOD).encode() + b"\n") for _ in range(3)))
-    assert len(read_mooncake(path)) == 3
-
-
-def test_limit_reads_no_further(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", [GOOD, GOOD])
-    path.write_bytes(path.read_bytes() + b"broken\n")
-    assert len(read_mooncake(path, limit=2)) == 2
-    with pytest.raises(TraceError, match="line 3"):
-        read_mooncake(path, limit=3)
-
-
 def test_empty_lines_and_unknown_fields_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n" + json.dumps(GOOD | {"chat_id": 3}) + "\r\n\n" + json.dumps(GOOD))

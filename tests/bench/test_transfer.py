@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tokenlake.errors import ConfigurationError, Unreachable
@@ -20,7 +19,7 @@ from tokenlake_bench.transfer.command import TransferArguments, take_turns
 from tokenlake_bench.transfer.peers import PeerProcess
 from tokenlake_bench.transfer.pool_rows import PoolRows, layout_of
 from tokenlake_bench.transfer.results import compare, row_of
-from tokenlake_bench.transfer.windows import Windows, fill_windows
+from tokenlake_bench.transfer.windows import Windows
 from tokenlake_bench.worker import Worker
 
 KEYS = ["name", "p50_us", "p99_us", "gbps", "ceiling_gbps", "ratio"]
@@ -118,13 +117,6 @@ def test_systems_take_turns_and_the_first_turn_does_not_count() -> None:
     assert taken == {"machine": {"bare": [1.0, 2.0]}, "a": {"x": [1.0, 2.0], "y": [1.0, 2.0]}, "b": {"x": [1.0, 2.0]}}
     assert [row for _, row, turn in calls if turn == 1] == ["bare", "x", "x", "y"]
     assert [name for name, row, _ in calls if row == "x"] == ["b", "a", "a", "b", "b", "a"]
-
-
-def test_segments_of_the_windows_differ() -> None:
-    source = np.empty((3, 2, 4096), np.uint8)
-    fill_windows(source)
-    words = source.reshape(6, -1).view(np.uint64)
-    assert all((words[left] != words[right]).all() for left in range(6) for right in range(left))
 
 
 @pytest.mark.parametrize(

@@ -162,17 +162,6 @@ def test_turns_that_wait_find_what_the_turn_before_computed() -> None:
     assert closed.ttft_p99_ms < opened.ttft_p99_ms
 
 
-def test_in_open_loop_requests_arrive_as_recorded() -> None:
-    accesses = sessions(6, 4, gap_s=0.5, pause_s=2.0)
-    opened = opened_of(accesses)
-    plain = [Prompt(p.tokens, p.chain, p.at_s, p.output_tokens, p.conversation) for p in accesses.prompts]
-    assert opened.prompts == plain
-    run = pooled(opened)
-    assert [by_number(run.answers)[number].at_s for number in range(len(plain))] == [p.at_s for p in plain]
-    row = run.row()
-    assert row.goodput_rps == pytest.approx(row.slo_attainment * len(plain) / plain[-1].at_s)
-
-
 def test_another_rate_moves_beginnings_and_keeps_pauses() -> None:
     accesses = sessions(6, 4, gap_s=0.5, pause_s=2.0)
     own = (len(accesses.prompts) - 1) / accesses.prompts[-1].at_s

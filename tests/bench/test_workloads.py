@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.traces import BLOCK_TOKENS, read_mooncake
-from tokenlake_bench.workloads.base import Draw, TraceLine, Turn, lay_out, poisson, zipf_mean
+from tokenlake_bench.workloads.base import TraceLine, Turn, lay_out
 from tokenlake_bench.workloads.command import GENERATORS, generate, workload, write_lines
 from tokenlake_bench.workloads.statistics import TraceStatistics, statistics_of
 
@@ -121,24 +121,6 @@ def test_sessions_are_laid_on_one_time_line() -> None:
     sessions = iter([iter([Turn(0.0, 1, 1, [0]), Turn(5.0, 2, 1, [0])]), iter([]), iter([Turn(1.0, 3, 1, [0])])])
     lines = lay_out(3, itertools.count(2.0, 1.0), lambda: next(sessions, iter([])))
     assert [(line.timestamp, line.input_length) for line in lines] == [(2_000, 1), (5_000, 3), (7_000, 2)]
-
-
-def test_mean_of_a_zipf_draw() -> None:
-    assert zipf_mean(1.0, 3) == pytest.approx(3 / (1 + 1 / 2 + 1 / 3))
-    assert zipf_mean(0.0, 5) == 3.0
-
-
-def test_a_text_keeps_its_full_blocks_only() -> None:
-    text = Draw(0).text()
-    assert text.hash_ids(700) == [0, 1]
-    assert text.hash_ids(1_500) == [0, 2, 3]
-    assert text.hash_ids(1_024) == [0, 2]
-
-
-def test_poisson_arrivals() -> None:
-    times = list(itertools.islice(poisson(5.0, 1), 10_000))
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(2_000, rel=0.05)
 
 
 # -- bad settings, the command
