@@ -22,8 +22,8 @@ from tokenlake_bench.workload import Request
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A request as the compared caches see it. `chain` has one id per full segment of the prompt, in order; equal ids
-    mean equal tokens up to the segment's end. Other fields are as in `Request`; `output_tokens` is the length of the
-    answer, 0 where the trace does not have it. It is a `Turn`."""
+    mean equal tokens up to the segment's end. Other fields are as in `Request` and in `Turn`; `output_tokens` is the
+    length of the answer, 0 where the trace does not have it."""
 
     tokens: int
     chain: tuple[int, ...]
@@ -126,17 +126,7 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
         digests = identity.digests(request.tokens, segment_tokens)
         chain = tuple(ids.setdefault(digest, len(ids)) for digest in digests)
         answer = len(request.output_tokens)
-        prompts.append(
-            Prompt(
-                len(request.tokens),
-                chain,
-                request.at_s,
-                answer,
-                request.conversation,
-                request.follows,
-                request.pause_s,
-            )
-        )
+        prompts.append(Prompt(len(request.tokens), chain, request.at_s, answer, request.conversation))
     return Accesses(segment_tokens, prompts)
 
 

@@ -12,11 +12,13 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
+from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_swarms
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
-from tokenlake_bench.trace_formats import TraceSource, read_trace
+from tokenlake_bench.trace_formats import read_trace
+from tokenlake_bench.traces import MooncakeTrace
 from tokenlake_bench.workload import BuiltinWorkload, Workload
 
 TRACE_SIZE: Final = 3_000_000, 512
@@ -100,7 +102,7 @@ class CacheHitArguments:
             return self._trace(0.0)
         return BuiltinWorkload(self.limit, self.seed)
 
-    def _trace(self, jitter_s: float) -> TraceSource:
+    def _trace(self, jitter_s: float) -> MooncakeTrace | SessionTrace:
         assert self.trace is not None
         return read_trace(self.trace, limit=self.limit, seed=self.seed, jitter_s=jitter_s)
 

@@ -87,17 +87,13 @@ class SessionRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionTrace:
-    """Recorded coding-agent sessions as a workload that knows its segments without computing tokens (`TraceSource`)."""
+    """Recorded coding-agent sessions as a workload that knows its segments without computing tokens."""
 
     def __init__(self, name: str, requests: list[SessionRequest], seed: int) -> None:
         self.requests = requests
         """The requests of all sessions in order of time."""
-        self._name = name
+        self.name = name
         self._seed = seed
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -112,11 +108,11 @@ class SessionTrace:
         # The tokens behind the last full block have no id: they are unique to this request.
         tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
         tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
-        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT, request.follows, request.pause_s)
+        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = 512) -> Accesses:
         """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
-        ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size. See `TraceSource`."""
+        ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
         blocks = segment_tokens // BLOCK_TOKENS

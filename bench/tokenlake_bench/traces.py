@@ -45,16 +45,12 @@ class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class MooncakeTrace:
-    """A trace in Mooncake's format as a workload that knows its segments without computing tokens (`TraceSource`)."""
+    """A trace in Mooncake's format as a workload that knows its segments without computing tokens."""
 
     def __init__(self, name: str, requests: list[_TraceRequest], seed: int) -> None:
-        self._name = name
+        self.name = name
         self._requests = requests
         self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -70,7 +66,7 @@ class MooncakeTrace:
 
     def accesses(self, segment_tokens: int = BLOCK_TOKENS) -> Accesses:
         """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
-        ConfigurationError unless `segment_tokens` is a multiple of 512, the trace's block size. See `TraceSource`."""
+        ConfigurationError unless `segment_tokens` is a multiple of 512, the trace's block size."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
         every = segment_tokens // BLOCK_TOKENS

@@ -37,8 +37,7 @@ class Request:
     caller that took the request from the workload.
 
     `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is equal for the
-    turns of one conversation; `output_tokens` is the answer, empty where the source does not have it. `follows` and
-    `pause_s` are those of a `Turn`.
+    turns of one conversation; `output_tokens` is the answer, empty where the source does not have it.
     """
 
     index: int
@@ -46,8 +45,6 @@ class Request:
     conversation: int
     tokens: Tokens
     output_tokens: Tokens
-    follows: int | None = None
-    pause_s: float = 0.0
 
 
 class Workload(Protocol):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tokenlake_bench.payload import PayloadIdentity, check, fill
+from tokenlake_bench.payload import PayloadIdentity, fill, wrong_bytes
 
 SEGMENT = 16
 PAGE = 1 << 16
@@ -53,7 +53,7 @@ def test_a_changed_token_changes_all_later_segments(position: int) -> None:
 def test_seed_tenant_and_layout_change_every_segment(other: PayloadIdentity) -> None:
     for a, b in zip(IDENTITY.digests(TOKENS, SEGMENT), other.digests(TOKENS, SEGMENT), strict=True):
         assert a != b
-        assert not check(filled(a), b)
+        assert wrong_bytes(filled(a), b)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -61,12 +61,12 @@ def test_read_only_and_unaligned_bytes_are_accepted(size: int) -> None:
     digest, other = IDENTITY.digests(TOKENS, SEGMENT)[:2]
     data = filled(digest, size)
     data.flags.writeable = False
-    assert check(data, digest)
-    assert size < 8 or not check(data, other)
+    assert not wrong_bytes(data, digest)
+    assert size < 8 or wrong_bytes(data, other)
     unaligned = np.zeros(size + 3, dtype=np.uint8)[3:]
     fill(unaligned, digest)
     assert np.array_equal(unaligned, data)
-    assert check(unaligned, digest)
+    assert not wrong_bytes(unaligned, digest)
 
 
 @given(st.integers(0, 8 * (2 * PAGE + 100) - 1))
@@ -74,7 +74,7 @@ def test_one_flipped_bit_is_found(bit: int) -> None:
     digest = IDENTITY.digests(TOKENS, SEGMENT)[0]
     data = filled(digest)
     data[bit // 8] ^= 1 << bit % 8
-    assert not check(data, digest)
+    assert wrong_bytes(data, digest)
 
 
 def test_every_line_of_64_bytes_is_its_own() -> None:
