@@ -18,6 +18,7 @@ from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
 from tokenlake.memory import Kind, State
 from tokenlake.memory.eviction.odds import Odds
+from tokenlake.memory.removals import DISK_RULE
 
 
 def test_a_place_is_aligned_and_places_are_packed() -> None:
@@ -46,7 +47,7 @@ def test_when_a_segment_is_found() -> None:
     assert tier.written(entry, segment, True)
     assert tier.find(TENANT, segment.key) == entry
     assert tier.find(TenantId("blue"), segment.key) == NO_ENTRY
-    tier.forget(entry)
+    tier.forget(entry, DISK_RULE)
     assert tier.find(TENANT, segment.key) == NO_ENTRY
     assert segment.disk == NO_ENTRY
     assert [(each.key, each.place) for each in tier.take_void()] == [(segment.key, Place(0, 1))]
@@ -95,7 +96,7 @@ def test_a_place_that_is_read_gets_no_other_segment() -> None:
     written(tier, segment_of(1))
     entry = tier.find(TENANT, key_of(1))
     slab, slot = tier.begin_read(entry)
-    tier.forget(entry)
+    tier.forget(entry, DISK_RULE)
     assert written(tier, segment_of(2)).slot != slot
     tier.check_integrity()
     assert tier.admit(segment_of(3), 1, 1.0, 0.0) is not Refusal.QUEUE
