@@ -133,9 +133,14 @@ def test_the_directory_entry_names_the_receiver(monkeypatch: pytest.MonkeyPatch)
     """Without the planted bug the same check passes."""
 
     def own(
-        self: Directory, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation, previous: object
-    ) -> NodeId | None:
-        return original(self, tenant, key, node, incarnation)
+        self: Directory,
+        tenant: TenantId,
+        keys: Sequence[SegmentKey],
+        node: NodeId,
+        incarnation: Incarnation,
+        previous: object,
+    ) -> dict[SegmentKey, NodeId]:
+        return original(self, tenant, keys, node, incarnation)
 
     original = Directory.own
 
