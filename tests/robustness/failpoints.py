@@ -10,18 +10,15 @@ Armed by `tests.robustness.failpoint_daemon`; the daemon of the product has noth
 
 from __future__ import annotations
 
-import difflib
 import enum
 import logging
 import os
-import re
 import signal
 from typing import Any, NamedTuple
 
 from tokenlake.core import events, instructions
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import Instruction
-from tokenlake.errors import ConfigurationError
 from tokenlake.wire import engine, peer
 from tokenlake_server.loop.driver import Driver, Handle, Sink
 
@@ -103,33 +100,12 @@ TAKEOVER_EDGES = (
 )
 """Edges of the emptier node that takes them over."""
 
-_BY_NAME = {edge.name: edge for edge in (*EDGES, *HANDOVER_EDGES, *TAKEOVER_EDGES)}
+BY_NAME = {edge.name: edge for edge in (*EDGES, *HANDOVER_EDGES, *TAKEOVER_EDGES)}
 
 
-class Failpoint(NamedTuple):
-    """The daemon ends when it reaches `edge` for the `time`-th time."""
-
-    edge: Edge
-    time: int
-
-
-def parse(text: str) -> Failpoint:
-    """`EDGE` or `EDGE:N`, N from 1. Raises `ConfigurationError` with the edges there are."""
-    name, _, time = text.partition(":")
-    edge = _BY_NAME.get(name)
-    if edge is None:
-        near = difflib.get_close_matches(name, _BY_NAME, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigurationError("failpoint", text, f"one of {', '.join(_BY_NAME)}{hint}")
-    if not re.fullmatch(r"([1-9][0-9]{0,8})?", time):
-        raise ConfigurationError("failpoint", text, "EDGE or EDGE:N with N from 1")
-    return Failpoint(edge, int(time or 1))
-
-
-def arm(driver: Driver, failpoint: Failpoint) -> None:
-    """Make the daemon kill itself at the failpoint, without closing, flushing or sending anything."""
-    edge = failpoint.edge
-    left = failpoint.time
+def arm(driver: Driver, edge: Edge, left: int) -> None:
+    """Make the daemon kill itself when it reaches the edge for the `left`-th time, without closing, flushing or sending
+    anything."""
 
     def reach(moment: Moment, what: Event | Instruction) -> None:
         nonlocal left

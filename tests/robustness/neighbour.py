@@ -1,18 +1,16 @@
 """A tenant that does its worst, and the reads of another tenant on the same node meanwhile.
 
-`python -m tests.robustness.neighbour` compares them with reads without that tenant, in turns.
+`python -m tests.robustness.neighbour KIND SOCKET` is the tenant that does its worst.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
 import random
 import select
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,7 +53,6 @@ HEADS, SCALE = 4, 0.2
 DEADLINES = Deadlines(call_s=1.0, match_s=1.0)
 """Deadlines of the tenant that reads: less than the time for which one frame may hold a loop without limits, and more
 than a busy machine needs."""
-ROUND_S = 1.0
 PAUSE_S = 0.001
 """Pause between two attempts that the daemon refuses."""
 
@@ -69,30 +66,25 @@ class Reads(NamedTuple):
     """Segments with other bytes than were written."""
     lost: int
     """Queries without a result."""
-    seconds: list[float]
-    """Of each read: match and fetch of one prompt."""
 
 
 def read_all(node: Node, seed: int, *, queries: bool) -> Reads:
     """Connect an engine of tenant blue, store `PROMPTS` prompts and read each `ROUNDS` times."""
     prompts = [Prompt(seed + number, SEGMENTS) for number in range(PROMPTS)]
     hits = wrong = lost = 0
-    seconds = []
     with Pool.connect(node.socket, LAYOUT, BLUE, deadlines=DEADLINES) as pool:
         for prompt in prompts:
             codes = outcomes(store(pool, prompt))
             assert codes <= {Code.COMMITTED, Code.EXISTS}, codes
         for prompt in prompts * ROUNDS:
-            began = time.monotonic()
             with pool.match(pool.prefix(prompt.tokens).keys) as lease:
                 arrays = lease.fetch()
-                seconds.append(time.monotonic() - began)
                 hits += len(arrays)
                 wrong += prompt.wrong(arrays)
                 del arrays
         if queries:
             lost = sum(_lost(pool, prompt) for prompt in prompts)
-    return Reads(PROMPTS * SEGMENTS * ROUNDS, hits, wrong, lost, seconds)
+    return Reads(PROMPTS * SEGMENTS * ROUNDS, hits, wrong, lost)
 
 
 def _lost(pool: Pool, prompt: Prompt) -> int:
@@ -170,7 +162,7 @@ def loop(node: Path) -> Iterator[None]:
                 assert isinstance(matched, engine.Matched)
                 left[raw.sock] = memoryview(frame(matched.lease))
                 raw.sock.setblocking(False)
-            until = time.monotonic() + ROUND_S
+            until = time.monotonic() + 1.0
             while left and time.monotonic() < until:
                 for sock in select.select([], left, [], PAUSE_S)[1]:
                     left[sock] = left[sock][sock.send(left[sock]) :]
@@ -211,12 +203,6 @@ def queries(node: Path) -> Iterator[None]:
             yield
 
 
-def processor(node: Path) -> Iterator[None]:
-    """Compute, and leave the daemon alone."""
-    while True:
-        yield
-
-
 WORST: dict[str, tuple[Callable[[Path], Iterator[None]], int]] = {
     "sessions": (sessions, 700),
     "memory": (memory, 80),
@@ -224,14 +210,12 @@ WORST: dict[str, tuple[Callable[[Path], Iterator[None]], int]] = {
     "queries": (queries, 4),
 }
 """Each kind of the worst, and the number of steps until it is under way."""
-BUSY = "processor"
-"""A process that takes a processor from the others and nothing from the daemon: a second control."""
 
 
 @contextlib.contextmanager
 def worst(kind: str, node: Node) -> Iterator[None]:
     """A process of tenant red that does its worst, of one kind, from before the start of the block to its end."""
-    command = [sys.executable, "-m", "tests.robustness.neighbour", "--do", kind, str(node.socket)]
+    command = [sys.executable, "-m", "tests.robustness.neighbour", kind, str(node.socket)]
     process = start_child(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     try:
         assert process.stdout is not None
@@ -260,45 +244,11 @@ def neighbours(*, query_engine: bool) -> Iterator[Cluster]:
 
 def _do(kind: str, node: Path) -> None:
     """Does not return."""
-    do, steps = {**WORST, BUSY: (processor, 0)}[kind]
+    do, steps = WORST[kind]
     for step, _ in enumerate(do(node)):
         if step == steps:
             print("begun", flush=True)
 
 
-def _p99(seconds: list[float]) -> float:
-    return sorted(seconds)[int(len(seconds) * 0.99)]
-
-
-def main() -> None:
-    """Print the hits and the times of tenant blue's reads while tenant red is away, computes or does its worst: runs in
-    turns, medians of `--times`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--do", nargs=2, metavar=("KIND", "SOCKET"), help="be the tenant that does its worst")
-    parser.add_argument("--times", type=int, default=5)
-    arguments = parser.parse_args()
-    if arguments.do:
-        _do(arguments.do[0], Path(arguments.do[1]))
-    print(f"{'tenant red':<12}{'asked':>8}{'hits':>8}{'wrong':>8}{'lost':>8}{'p50 ms':>10}{'p99 ms':>10}{'ratio':>8}")
-    with neighbours(query_engine=True) as cluster:
-        node = cluster.nodes[0]
-        seed = 1 << 20
-        for kind in WORST:
-            runs: dict[str, list[Reads]] = {"away": [], BUSY: [], kind: []}
-            for _ in range(arguments.times):
-                for name, reads in runs.items():
-                    with worst(name, node) if name != "away" else contextlib.nullcontext():
-                        reads.append(read_all(node, seed, queries=True))
-                    seed += PROMPTS
-            away = 0.0
-            for name, reads in runs.items():
-                p50 = statistics.median(statistics.median(each.seconds) for each in reads) * 1e3
-                p99 = statistics.median(_p99(each.seconds) for each in reads) * 1e3
-                away = away or p99
-                asked, hits, wrong, lost = (sum(each[at] for each in reads) for at in range(4))  # type: ignore[misc]
-                counts = f"{asked:>8}{hits:>8}{wrong:>8}{lost:>8}"
-                print(f"{name:<12}{counts}{p50:>10.2f}{p99:>10.2f}{p99 / away:>8.2f}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    _do(sys.argv[1], Path(sys.argv[2]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -197,17 +195,3 @@ def is_back(pool: Pool, lives: set[int]) -> bool:
         # Only a call shows the end of a daemon before the next heartbeat does.
         pool.match([])
     return pool.connected and pool.engine.incarnation not in lives
-
-
-def test_an_unknown_edge_is_refused_with_those_there_are() -> None:
-    refused = subprocess.run(
-        [sys.executable, "-m", FAILPOINT_DAEMON, "--failpoint", "commit.decidde"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert refused.returncode == 1
-    assert "did you mean 'commit.decided'?" in refused.stderr
-    edges = (*EDGES, *HANDOVER_EDGES, *TAKEOVER_EDGES)
-    assert [edge.name for edge in edges if edge.name not in refused.stderr] == []

@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import (
-    LAYOUT,
-    PATIENT,
-    EngineProcess,
-    Prompt,
-    all_free,
-    match,
-    store,
-    total,
-    wait_until,
-)
+from tests.robustness.live import LAYOUT, PATIENT, EngineProcess, Prompt, all_free, match, store, total, wait_until
 from tests.robustness.matrix.proxy import Proxy
 from tests.server.raw import Raw, hello
 from tokenlake.wire import Code, engine

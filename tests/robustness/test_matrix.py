@@ -21,10 +21,16 @@ PEER_FAULTS = ("bulk-dead", "bulk-headers", "bulk-one-way")
 ENGINE_FAULTS = ("flood",)
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
 
+QUICK = [f"{subject}/{fault}" for subject in SUBJECTS for fault in ("kill", "stop", "flip-arena")]
+"""The cells that `make test` runs."""
+
+
+def marked(cell: Cell) -> object:
+    return pytest.param(cell, id=cell.name, marks=() if cell.name in QUICK else pytest.mark.rest)
+
 
 @pytest.mark.live
-@pytest.mark.rest
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [marked(cell) for cell in CELLS])
 def test_a_promise_is_kept(cell: Cell) -> None:
     print(f"seed {cell.seed}")
     outcome = cell.scenario(cell.seed)

@@ -11,17 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import (
-    LAYOUT,
-    LIMIT_S,
-    PATIENT,
-    PATIENT_S,
-    SEGMENT_TOKENS,
-    Prompt,
-    daemons,
-    store,
-    wait_told,
-)
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
