@@ -22,6 +22,7 @@ from typing import NamedTuple
 from tests.query.raw import memfd, raw_engine
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, store
 from tests.server import raw as server
+from tests.server.scene import BLUE, RED, tenants
 from tokenlake.errors import TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, pack_frame
@@ -32,22 +33,6 @@ from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, Node
 
-RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
-TENANTS = """
-allow_uids = [{uid}]
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["{red_token}"]
-quota = 0.5
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["{blue_token}"]
-quota = 0.5
-"""
 PROMPTS, SEGMENTS, ROUNDS = 16, 8, 20
 HEADS, SCALE = 4, 0.2
 DEADLINES = Deadlines(call_s=1.0, match_s=1.0)
@@ -233,12 +218,9 @@ def worst(kind: str, node: Node) -> Iterator[None]:
 def neighbours(*, query_engine: bool) -> Iterator[Cluster]:
     """One node with two tenants, each of which may use half of the memory."""
     with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "tokenlake.toml"
-        tokens = {"red_token": RED, "blue_token": BLUE}
-        file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, **tokens))
-        file.chmod(0o600)
+        file = tenants(Path(directory), red="quota = 0.5", blue="quota = 0.5")
         settings = {"query_engine": "true"} if query_engine else {}
-        with daemons(1, "16MiB", config=str(file), **settings) as cluster:
+        with daemons(1, "16MiB", config=file, **settings) as cluster:
             yield cluster
 
 

@@ -12,8 +12,7 @@ from tests.core.engines import test_regions
 from tests.robustness import test_findings, test_foreign_processes, test_memory, test_neighbour
 from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
 from tests.server import test_limits, test_peer_connections, test_standing_orders, test_what_is_written
-from tests.server.disk import test_device
-from tests.server.disk import test_live as test_disk_live
+from tests.server.disk import test_device, test_store
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
 SUBJECTS = ("daemon", "peer", "engine")
@@ -63,6 +62,6 @@ def test_what_was_found_has_its_test() -> None:
         test_what_is_written,
         test_standing_orders,
         test_device,
-        test_disk_live,
+        test_store,
     )
     assert [test for _, test in FOUND if not any(hasattr(module, test) for module in modules)] == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, EngineProcess, daemons, wait_until
+from tests.robustness.live import LAYOUT, EngineProcess, daemons, pid_of, wait_until
 from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
@@ -63,8 +63,7 @@ def mapped(engine: EngineProcess) -> int:
 
 def engines_of(node: Node, engines: Iterable[EngineProcess]) -> list[int]:
     """The pids of the engines and, if it runs, of the daemon."""
-    assert node.process is not None
-    return [*([node.process.pid] if node.running else []), *(engine.process.pid for engine in engines)]
+    return [*([pid_of(node)] if node.running else []), *(engine.process.pid for engine in engines)]
 
 
 def hand_overs(tenants: int, directory: Path) -> tuple[int, int, int]:

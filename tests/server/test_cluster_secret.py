@@ -25,7 +25,7 @@ from tests.robustness.live import (
     wait_told,
     wait_until,
 )
-from tests.server.raw import Raw, identity_of, introduce, peer_address
+from tests.server.raw import Raw, identity_of, peer_address
 from tokenlake.config import Secret
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
@@ -74,16 +74,6 @@ def believed(cluster: Cluster) -> Callable[[], tuple[float, ...]]:
     """Metrics of node0 that change when it accepts a handshake."""
     names = ("tokenlake_peers_connected", "tokenlake_sent_segments_total", "tokenlake_received_segments_total")
     return lambda: tuple(total(cluster.nodes[0], name) for name in names)
-
-
-def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -> None:
-    with cluster.connect(1, LAYOUT) as pool:
-        assert read(pool, PROMPT) == PROMPT.segments
-    assert sum(total(node, "tokenlake_received_segments_total") for node in cluster.nodes) > 0
-    with Raw(peer_address(cluster.nodes[0])) as raw:
-        assert isinstance(introduce(raw, identity_of(cluster.nodes[1]), "node0", purpose="bulk"), peer.PeerWelcome)
-        raw.send(peer.Pull("red", keys_of(cluster)))
-        assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "a member gets bytes this way"
 
 
 def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:

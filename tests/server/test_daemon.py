@@ -3,22 +3,18 @@ layouts."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import time
-import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT,
     PATIENT_S,
     SEGMENT_TOKENS,
     EngineProcess,
@@ -33,10 +29,8 @@ from tests.robustness.live import (
 )
 from tokenlake.config import load_config
 from tokenlake.errors import ProtocolRefused
-from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import SlotRef
-from tokenlake_client import Pool
 from tokenlake_server.engines.arena import Arena, Region
 from tokenlake_server.start.daemon import Daemon
 from tokenlake_server.start.running import run
@@ -45,7 +39,6 @@ from tokenlake_testing.event_log import replay
 
 pytestmark = pytest.mark.live
 
-OTHER_LAYOUT = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 5}))
 COUNTED = ("asked", "local", "fetched", "missed")
 
 
@@ -109,23 +102,6 @@ def test_the_token_counters_add_up() -> None:
         assert missed(cluster, "skipped") == skipped > 0
 
 
-def test_metrics_and_health_pages() -> None:
-    with daemons(2) as cluster:
-        node = cluster.nodes[0]
-        with cluster.connect(0, LAYOUT):
-            health = json.loads(node.page("/health"))
-            assert health["node"] == "node0"
-            assert health["healthy"] is True
-            assert (health["tokenlake_peers_connected"], health["tokenlake_processes"]) == (1, 1)
-            page = node.page("/metrics")
-            assert "# HELP tokenlake_asked_tokens_total" in page
-            assert "secret" not in page
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            node.page("/elsewhere")
-        cluster.nodes[1].kill()
-        wait_until(lambda: json.loads(node.page("/health"))["tokenlake_peers_connected"] == 0, "the peer is gone")
-
-
 def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
     logs = [tmp_path / f"{number}.log" for number in range(2)]
     with daemons(2, "2MiB") as cluster:
@@ -172,53 +148,6 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
     junk.write_bytes(random.Random(6).randbytes(5000))
     with pytest.raises(ProtocolRefused, match="is not an event log"):
         replay(junk)
-
-
-def test_memory_moves_to_another_layout() -> None:
-    prompt = Prompt(1, 4)
-    with daemons(1, "1MiB", "512KiB") as cluster:
-        node = cluster.nodes[0]
-        with EngineProcess(node.socket) as old:
-            for seed in range(10):
-                old.ask("store", seed=100 + seed, segments=8)
-            assert total(node, "tokenlake_spare_bytes") == 0
-            with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new:
-
-                def stored() -> bool:
-                    _store_other(new, prompt)
-                    with match(new, prompt) as lease:
-                        return lease.hits == prompt.segments
-
-                # The engine of the old layout, which has all memory, stays connected.
-                wait_until(stored, "a region is free")
-                _read_other(new, prompt)
-                old.kill()
-                _read_other(new, prompt)
-        with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new, cluster.connect(0, LAYOUT) as again:
-            _read_other(new, prompt)
-            for seed in range(10):
-                store(again, Prompt(200 + seed, 8), patience=1.0)
-            assert sum(read(again, Prompt(200 + seed, 8)) for seed in range(10)) > 0
-            _read_other(new, prompt)
-
-
-def _content(prompt: Prompt, index: int) -> bytes:
-    return prompt.content(index, OTHER_LAYOUT)
-
-
-def _store_other(pool: Pool, prompt: Prompt) -> bytes:
-    with pool.store(pool.prefix(prompt.tokens).keys) as write:
-        for index, array in write.slots:
-            array[:] = bytearray(_content(prompt, index))
-    return bytes(write.codes)
-
-
-def _read_other(pool: Pool, prompt: Prompt) -> None:
-    with match(pool, prompt) as lease:
-        arrays = lease.fetch()
-        assert len(arrays) == 4
-        assert [array.tobytes() for array in arrays] == [_content(prompt, index) for index in range(4)]
-        del arrays
 
 
 def test_stopping_in_the_middle_of_transfers() -> None:

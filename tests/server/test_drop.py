@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import urllib.error
@@ -19,7 +18,8 @@ import msgspec
 import pytest
 
 from tests.house.test_prometheus import PROMTOOL, RULES, needs_promtool, queries
-from tests.robustness.live import LAYOUT, Prompt, daemons, freeze, read, store, wait_told, wait_until
+from tests.robustness.live import LAYOUT, Prompt, daemons, freeze, pid_of, read, store, wait_told, wait_until
+from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.layout import Layout
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
@@ -151,9 +151,7 @@ def test_a_peer_that_is_too_slow(three: Cluster, tmp_path: Path) -> None:
         scrapes = [scrape(three.nodes)]
         again(reader, old)
         scrapes.append(scrape(three.nodes))
-        process = three.nodes[0].process
-        assert process is not None
-        freeze(process.pid)
+        freeze(pid_of(three.nodes[0]))
         again(reader, new, missing=True)
         scrapes.append(scrapes[1] | scrape(three.nodes[1:]))
         three.nodes[0].thaw()
@@ -161,26 +159,10 @@ def test_a_peer_that_is_too_slow(three: Cluster, tmp_path: Path) -> None:
     names(tmp_path, scrapes, LATE, "instance", ['instance="node2"'])
 
 
-TENANTS = """
-[[tenants]]
-name = "red"
-secret = "{red}"
-uids = [{uid}]
-quota = 0.25
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["{blue}"]
-"""
-
-
 def test_a_tenant_at_its_quota(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(red="aa" * 32, blue="bb" * 32, uid=os.getuid()))
-    file.chmod(0o600)
+    file = tenants(tmp_path, red=f"quota = 0.25\n{OF_THIS_USER}")
     few, many = prompts(1, 4), prompts(2, 40)
-    with daemons(1, config=str(file)) as cluster, cluster.connect(0, LAYOUT) as pool:
+    with daemons(1, config=file) as cluster, cluster.connect(0, LAYOUT) as pool:
         for prompt in few:
             store(pool, prompt)
         scrapes = [scrape(cluster.nodes)]

@@ -41,38 +41,6 @@ def days(count: float) -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=count)
 
 
-def test_nodes_with_certificates_connect(tmp_path: Path) -> None:
-    ca = authority(tmp_path / "ca")
-    with daemons(0) as cluster:
-        made = nodes(cluster, {name: files(ca, name) for name in ("a", "b", "c")})
-        for node in made:
-            wait_until(lambda node=node: connected(node), f"{node.name} knows the others")  # type: ignore[misc]
-        for node in made:
-            assert node.stop() == 0
-            assert "Traceback" not in node.log.read_text()
-            assert "refused" not in node.log.read_text()
-
-
-def test_nodes_with_certificates_connect_over_ipv6(tmp_path: Path) -> None:
-    ca = authority(tmp_path / "ca")
-    with daemons(0) as cluster:
-        for node in nodes(cluster, {name: files(ca, name) for name in ("a", "b")}, "[::1]"):
-            wait_until(lambda node=node: connected(node), f"{node.name} knows the other")  # type: ignore[misc]
-        assert_fetched(*cluster.nodes)
-
-
-def assert_fetched(one: Node, other: Node) -> None:
-    """Segments that are stored at one node are read at the other."""
-    with (
-        Pool.connect(one.socket, LAYOUT, deadlines=PATIENT) as writer,
-        Pool.connect(other.socket, LAYOUT, deadlines=PATIENT) as reader,
-    ):
-        prompt = Prompt(890, 4)
-        assert outcomes(store(writer, prompt)) == {Code.COMMITTED}
-        wait_until(lambda: read(reader, prompt) == prompt.segments, "the segments are read")
-    assert total(other, "tokenlake_received_segments_total") > 0
-
-
 class Case:
     """Two nodes that refuse each other: a dials b."""
 
@@ -209,52 +177,6 @@ def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
         assert connected(node)
 
 
-def test_a_connection_waits_for_one_key(tmp_path: Path) -> None:
-    """Each id that waits for its key is kept, so a process that proves nothing may name one."""
-    ca = authority(tmp_path / "ca")
-    with daemons(0) as cluster:
-        node, _ = nodes(cluster, {name: files(ca, name) for name in ("a", "b")})
-        wait_until(lambda: connected(node), "they know each other")
-        with Raw(peer_address(node)) as raw:
-            raw.send(peer.OpenConnection(bytes(32)))
-            raw.send(peer.OpenConnection(bytes([1] * 32)))
-            refused = raw.answer()
-            assert isinstance(refused, peer.PeerRefused)
-            assert "unexpected OpenConnection" in refused.reason
-            assert raw.closed()
-
-
-def test_certificates_are_replaced_while_nodes_run(tmp_path: Path) -> None:
-    """Certificates and authorities are replaced while nodes run."""
-    old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
-    trusted = tmp_path / "trusted.pem"
-    trusted.write_bytes((old / "ca.pem").read_bytes())
-    with daemons(0) as cluster:
-        a, b = nodes(cluster, {name: files(old, name, trusted) for name in ("a", "b")})
-        for node in (a, b):
-            wait_until(lambda node=node: connected(node), "they know each other")  # type: ignore[misc]
-        # 1. Both authorities are trusted. 2. The nodes get certificates of the new one. 3. The old one is removed.
-        trusted.write_bytes((old / "ca.pem").read_bytes() + (new / "ca.pem").read_bytes())
-        reloaded(a, b, times=1)
-        for name in ("a", "b"):
-            issue(new, name)
-            for ending in (".pem", "-key.pem"):
-                (old / f"{name}{ending}").write_bytes((new / f"{name}{ending}").read_bytes())
-        reloaded(a, b, times=2)
-        trusted.write_bytes((new / "ca.pem").read_bytes())
-        reloaded(a, b, times=3)
-        assert [node.log.read_text().count("ended:") for node in (a, b)] == [0, 0], "the connection lived on"
-        b.kill()
-        b.start()
-        for node in (a, b):
-            wait_until(lambda node=node: connected(node), "they connect with the new files")  # type: ignore[misc]
-        # A node that still has a certificate of the removed authority is refused.
-        b.kill()
-        issue(old, "b", renew=True)
-        b.start()
-        logged(a, "not signed by a CA")
-
-
 def test_no_request_fails_while_they_are_replaced(tmp_path: Path) -> None:
     """Engines store at one node and read at the other one all the time."""
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
@@ -296,14 +218,6 @@ def test_no_request_fails_while_they_are_replaced(tmp_path: Path) -> None:
             trusted.write_bytes((new / "ca.pem").read_bytes())
             use_until_reloaded(3)
             use()
-
-
-def reloaded(*nodes: Node, times: int) -> None:
-    for node in nodes:
-        wait_until(
-            lambda node=node: node.log.read_text().count("are in use for new connections") >= times,  # type: ignore[misc]
-            f"{node.name} reads the changed files",
-        )
 
 
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
-from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
+from tests.server.scene import OF_THIS_USER, RED, tenants
+from tokenlake.errors import CredentialRefused, DeadlinePassed
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
 from tokenlake_operator.explain import ask
@@ -20,30 +21,11 @@ from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 
-TENANTS = """
-allow_uids = [{uid}]
-cluster_secret = "{cluster}"
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["red-token-0123456789"]
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-uids = [{uid}]
-tokens = ["blue-token-0123456789"]
-"""
-RED = "red-token-0123456789"
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    file = tmp_path_factory.mktemp("explain") / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    with daemons(3, config=str(file)) as cluster:
+    file = tenants(tmp_path_factory.mktemp("explain"), blue=OF_THIS_USER)
+    with daemons(3, config=file) as cluster:
         yield cluster
 
 
@@ -146,22 +128,6 @@ def test_a_name_controls_no_terminal(cluster: Cluster) -> None:
         for text in (one.stdout, both.stderr):
             assert r"\x1b]0;title\x07\x9b31m-1" in text
             assert not {"\x1b", "\x07", "\x9b"} & set(text)
-
-
-def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:
-        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request="x" * 100)).release()
-        funnel = ask(cluster.nodes[0].socket, "x" * 100, RED).funnel
-        assert funnel is not None
-        assert funnel.request == "x" * 64
-
-
-def test_without_a_daemon(tmp_path: Path) -> None:
-    missing = command(tmp_path / "nothing.sock", "r")
-    assert missing.returncode == 1
-    assert "no daemon listens at" in missing.stderr
-    with pytest.raises(Unreachable):
-        ask(tmp_path / "nothing.sock", "r")
 
 
 def test_a_frozen_daemon_costs_a_deadline(cluster: Cluster) -> None:

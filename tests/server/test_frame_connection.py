@@ -194,23 +194,6 @@ async def test_a_side_that_reads_no_answer() -> None:
                 await asyncio.sleep(0)
 
 
-async def test_short_unsent_frames_share_a_buffer() -> None:
-    """A buffer for each of them took ten times their bytes, which no limit counted."""
-
-    received = b""
-    with Scene(lambda body: None) as scene:
-        scene.connection.send(bytes(1 << 20))
-        before = len(scene.connection._unsent)
-        for number in range(10_000):
-            scene.connection.send(number.to_bytes(4, "little"))
-        assert len(scene.connection._unsent) - before <= 1
-        async with asyncio.timeout(LIMIT_S):
-            while len(received) < (1 << 20) + 40_000:
-                received += scene.received()[0]
-                await asyncio.sleep(0)
-    assert received[1 << 20 :] == b"".join(number.to_bytes(4, "little") for number in range(10_000))
-
-
 async def test_unsent_descriptors_are_bounded() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
 

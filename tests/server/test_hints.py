@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,15 @@ import msgspec
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store, total
-from tests.server.raw import Raw, hello
+from tests.server.raw import Raw
+from tests.server.scene import BLUE, RED, tenants
 from tokenlake.hints import NO_HINTS, Hints, Outlook
-from tokenlake.wire import HEADER_BYTES, Code, engine
-from tokenlake.wire.engine import MAX_KEYS
+from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake_client import MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 
-TENANTS = """
-allow_uids = [{uid}]
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["red-token-0123456789"]
-quota = 0.5
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["blue-token-0123456789"]
-"""
 BAD: dict[str, Any] = {"outlook": 7, "category": "x" * 33, "priority": 2, "ttl_s": float("nan")}
 
 
@@ -57,34 +42,13 @@ def hinted(**fields: Any) -> bytes:
 
 @pytest.mark.parametrize("field", BAD)
 def test_an_invalid_hint_closes_the_connection(node: Node, field: str) -> None:
-    with Raw(node.socket) as raw:
-        raw.send(hello())
-        assert isinstance(raw.reply(), engine.Welcome)
+    with Raw.joined(node.socket) as raw:
         raw.write(hinted())
         raw.write(hinted(**{field: BAD[field]}))
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed)
+        failed = raw.failed()
         assert f"'{field}'" in failed.reason
         assert raw.closed()
     assert node.running
-
-
-def test_a_hint_about_too_many_keys_closes_the_connection(node: Node) -> None:
-    with Raw(node.socket) as raw:
-        raw.send(hello())
-        assert isinstance(raw.reply(), engine.Welcome)
-        raw.send(engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)))
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed)
-        assert "'max_keys'" in failed.reason
-        assert raw.closed()
-    assert node.running
-
-
-def test_an_invalid_hint_cannot_be_made() -> None:
-    for field, value in BAD.items():
-        with pytest.raises(ValueError, match=f"'{field}'"):
-            Hints(**{field: value})
 
 
 def test_segments_of_high_priority_stay(one: Cluster) -> None:
@@ -116,15 +80,11 @@ def test_segments_of_high_priority_stay(one: Cluster) -> None:
 
 
 def test_a_tenant_evicts_only_its_own_segments(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
+    file = tenants(tmp_path, red="quota = 0.5")
     kept = Prompt(1, 8)
-    with daemons(config=str(file)) as cluster:
+    with daemons(config=file) as cluster:
         node = cluster.nodes[0]
-        red, blue = (
-            Pool.connect(node.socket, LAYOUT, f"{name}-token-0123456789", deadlines=PATIENT) for name in ("red", "blue")
-        )
+        red, blue = (Pool.connect(node.socket, LAYOUT, token, deadlines=PATIENT) for token in (RED, BLUE))
         with red, blue:
             store(blue, kept)
             for number in range(30):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import itertools
 import mmap
 import os
@@ -26,11 +25,13 @@ from tests.robustness.live import (
     daemons,
     match,
     outcomes,
+    pid_of,
     store,
     total,
     wait_until,
 )
 from tests.server.raw import Raw, hello
+from tests.server.scene import tenants
 from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import LimitReached
@@ -66,16 +67,14 @@ def keys_at(cluster: Cluster, node: int) -> Iterator[bytes]:
 
 def regions_mapped(node: Node) -> int:
     """Regions that the daemon maps."""
-    assert node.process is not None
-    maps = Path(f"/proc/{node.process.pid}/maps").read_text().splitlines()
+    maps = Path(f"/proc/{pid_of(node)}/maps").read_text().splitlines()
     return sum("/memfd:tokenlake-" in line for line in maps)
 
 
 def limit_regions(node: Node, nbytes: int) -> None:
     """Let the files of the daemon's regions have so many bytes each. A limit of its address space would take memory
     from the interpreter too."""
-    assert node.process is not None
-    resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+    resource.prlimit(pid_of(node), resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
 def test_a_region_is_replaced_once_there_is_memory() -> None:
@@ -136,9 +135,7 @@ def test_requests_in_flight_are_bounded() -> None:
     beyond = 40
     with daemons(2, suspect_ms="20000") as cluster:
         node = cluster.nodes[0]
-        with Raw(node.socket) as raw:
-            raw.send(hello())
-            assert isinstance(raw.reply(), engine.Welcome)
+        with Raw.joined(node.socket) as raw:
             cluster.nodes[1].freeze()
             count = MAX_IN_FLIGHT + beyond
             # The frozen node is the directory node of each key, so that every match waits for it.
@@ -156,49 +153,13 @@ def test_requests_in_flight_are_bounded() -> None:
             assert raw.reply() == engine.HeartbeatReply(1, True)
 
 
-def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
-    with cluster.connect(0, LAYOUT) as pool:
-        keys = pool.prefix(Prompt(4, 1).tokens).keys * (MAX_KEYS + 1)
-        with Raw(cluster.nodes[0].socket) as raw:
-            raw.send(hello())
-            raw.reply()
-            raw.send(engine.Match(2, b"".join(keys), 0.1))
-            failed = raw.reply()
-            assert isinstance(failed, engine.Failed)
-            assert (failed.kind, "'max_keys' is 1024" in failed.reason) == (LimitReached.__name__, True)
-        assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
-
-
 def test_ranges_per_release_are_bounded(cluster: Cluster) -> None:
     """The daemon refuses the frame before it decodes the ranges. It once spent seconds on one."""
-    with Raw(cluster.nodes[0].socket) as raw:
-        raw.send(hello())
-        raw.reply()
+    with Raw.joined(cluster.nodes[0].socket) as raw:
         raw.write(pack_frame(engine.Release(((1, 0, 1),) * 100_000)))
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed)
+        failed = raw.failed()
         assert f"length <= {MAX_RANGES}" in failed.reason
         assert raw.closed()
-
-
-def test_a_client_gives_back_more_ranges_than_one_release_has() -> None:
-    with daemons(1, "64MiB", "16MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
-        prompt, node = Prompt(7, 1), cluster.nodes[0]
-        store(pool, prompt)
-        leases = [pool.match(pool.prefix(prompt.tokens).keys * 1024, deadline_s=PATIENT_S) for _ in range(3)]
-        # The arrays over every second segment keep it leased, so that no two released ranges touch.
-        arrays = [lease.fetch(at, at + 1) for lease in leases for at in range(0, 1024, 2)]
-        with pool._grants.lock:
-            for lease in leases:
-                (hold,) = lease._holds
-                pool._grants._give_back(hold, 0, hold.release(0, 1024))
-            assert len(pool._grants._releases[False]) > MAX_RANGES
-        pool._grants.sweep()
-        del arrays
-        gc.collect()
-        pool._grants.sweep()
-        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "all are given back")
-        assert pool.connected
 
 
 def test_an_engine_with_unread_answers_opens_a_region() -> None:
@@ -234,33 +195,8 @@ def test_an_engine_with_unread_answers_opens_a_region() -> None:
         os.close(descriptors[0])
 
 
-TENANTS = """
-max_sessions = 8
-allow_uids = [{uid}]
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["red-token-0123456789"]
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["blue-token-0123456789"]
-"""
-
-
-@pytest.fixture
-def tenants(tmp_path: Path) -> str:
-    """The path of a configuration file with two tenants and 8 sessions."""
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    return str(file)
-
-
-def test_a_tenant_takes_its_part_of_the_sessions_only(tenants: str) -> None:
-    with daemons(config=tenants) as cluster, contextlib.ExitStack() as pools:
+def test_a_tenant_takes_its_part_of_the_sessions_only(tmp_path: Path) -> None:
+    with daemons(config=tenants(tmp_path, "max_sessions = 8")) as cluster, contextlib.ExitStack() as pools:
         socket_ = cluster.nodes[0].socket
 
         def connect(name: str, session: SessionId | None = None) -> Pool:
@@ -288,8 +224,7 @@ def test_connections_without_a_hello(cluster: Cluster) -> None:
     with contextlib.ExitStack() as silent:
         rows = [silent.enter_context(Raw(node.socket)) for _ in range(MAX_UNPROVEN + 6)]
         for raw in rows[:6]:
-            failed = raw.reply()
-            assert isinstance(failed, engine.Failed)
+            failed = raw.failed()
             assert f"{MAX_UNPROVEN} newer connections" in failed.reason
         with cluster.connect(0, LAYOUT) as pool:
             assert outcomes(store(pool, Prompt(9, 1))) == {Code.COMMITTED}
@@ -298,8 +233,7 @@ def test_connections_without_a_hello(cluster: Cluster) -> None:
             assert isinstance(rows[-1].reply(), engine.Welcome)
     with Raw(node.socket) as raw:
         raw.write((HELLO_BYTES + 1).to_bytes(4, "little"))
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed)
+        failed = raw.failed()
         assert f"at most {HELLO_BYTES}" in failed.reason
         assert raw.closed()
 
@@ -308,9 +242,7 @@ def test_waiting_matches_are_bounded_in_bytes() -> None:
     """Matches that wait for a frozen node, each of as many keys as one may have."""
     with daemons(2, suspect_ms="20000") as cluster:
         node = cluster.nodes[0]
-        with Raw(node.socket) as raw:
-            raw.send(hello())
-            assert isinstance(raw.reply(), engine.Welcome)
+        with Raw.joined(node.socket) as raw:
             cluster.nodes[1].freeze()
             keys, count = b"".join(itertools.islice(keys_at(cluster, 1), MAX_KEYS)), 100
             for number in range(2, 2 + count):
@@ -344,15 +276,3 @@ def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
             return False
 
     wait_until(serves, "there is room again")
-
-
-def test_entries_of_each_map_are_gauges(cluster: Cluster) -> None:
-    node = cluster.nodes[0]
-    with cluster.connect(0, LAYOUT) as pool:
-        store(pool, Prompt(5, 2))
-        lease = match(pool, Prompt(5, 2))
-        seen = node.metrics()
-        assert seen['tokenlake_map_entries{map="sessions"}'] == 1
-        assert seen['tokenlake_map_entries{map="leases"}'] == 1
-        lease.release()
-        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "given back")

@@ -449,9 +449,8 @@ def authenticate_users(servers: EtcdServers) -> None:
 
 
 async def test_users_of_etcd_are_authenticated(caplog: pytest.LogCaptureFixture) -> None:
-    """The end of a token is no problem: it ends when no call was made for 5 minutes (here 1 s): the watch and the renewal of the lease are none."""
+    """A token ends when no call was made for 5 minutes (here 1 s), and the watch is none: its end is no problem."""
     user: dict[str, Any] = {"etcd_user": "root", "etcd_password": "r"}
-
     with EtcdServers(auth_token_ttl="1") as servers:
         await asyncio.to_thread(authenticate_users, servers)
         for wrong, named in (({}, "user name is empty"), (user | {"etcd_password": "other"}, "(user 'root')")):

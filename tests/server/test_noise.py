@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of, threads_of, total, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of, pid_of, threads_of, total, wait_until
 from tests.server.raw import Raw, hello, identity_of, introduce, peer_address
 from tokenlake.wire import engine, pack_frame, peer
 from tokenlake_testing.cluster import Cluster, Node
@@ -46,8 +46,7 @@ class Growth:
     """Descriptors, threads and private memory of a daemon, before and after."""
 
     def __init__(self, node: Node) -> None:
-        assert node.process is not None
-        self.pid = node.process.pid
+        self.pid = pid_of(node)
         self.descriptors, self.threads, self.memory = self._now()
 
     def _now(self) -> tuple[int, int, int]:
@@ -143,9 +142,7 @@ def noise_from_a_process(path: Path, seed: int) -> None:
 def test_connections_without_a_mapping_leave_nothing(node: Node) -> None:
     growth = Growth(node)
     for _ in range(100):
-        with Raw(node.socket) as raw:
-            raw.send(hello())
-            assert isinstance(raw.reply(), engine.Welcome)
+        with Raw.joined(node.socket) as raw:
             raw.send(engine.Prepare(2, bytes(range(32)), 0))
             raw.reply()
     growth.check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, store, total, wait_until
+from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake_client import Pool
 from tokenlake_server.peers.states import WARN_S
 from tokenlake_testing.cluster import Node
@@ -89,22 +89,15 @@ def test_each_state_of_a_peer_has_a_name_and_a_reason(tmp_path: Path) -> None:
         assert json.loads(a.page("/ready")) == {"node": "a", "ready": True}
 
 
-CONFIG = """
-[[tenants]]
-name = "red-customer"
-secret = "{secret}"
-uids = [{uid}]
-"""
-
-
 @pytest.mark.parametrize("shown", [False, True])
 def test_pages_beyond_loopback(tmp_path: Path, shown: bool) -> None:
     """Pages beyond loopback can only be read and name no tenant."""
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(CONFIG.format(secret="aa" * 32, uid=os.getuid()))
-    file.chmod(0o600)
     port = reserve_port()
-    settings = {"config": str(file), "metrics": f"0.0.0.0:{port}", "metrics-tenants": str(shown).lower()}
+    settings = {
+        "config": tenants(tmp_path, blue=OF_THIS_USER),
+        "metrics": f"0.0.0.0:{port}",
+        "metrics-tenants": str(shown).lower(),
+    }
     with running(tmp_path, a={"listen": "127.0.0.1:0", **settings}) as nodes:
         node = nodes["a"]
         node.metrics_port = port
@@ -112,7 +105,7 @@ def test_pages_beyond_loopback(tmp_path: Path, shown: bool) -> None:
         with Pool.connect(node.socket, LAYOUT, deadlines=PATIENT) as pool:
             store(pool, Prompt(1, 4))
             page = node.page("/metrics")
-        assert ("red-customer" in page) == shown
+        assert ("blue" in page) == shown
         assert 'tenant="0"' in page or shown
         assert "tokenlake_written_bytes_total" in page
         request = urllib.request.Request(f"http://127.0.0.1:{port}/health", data=b"{}")

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tokenlake.config import Address
-from tokenlake_server.peers.addresses import Endpoint, PeerAddresses, set_tcp_options
+from tokenlake_server.peers.addresses import Endpoint, PeerAddresses
 
 LIMIT_S = 2.0
 
@@ -122,19 +122,6 @@ async def test_nodes_come_move_and_leave() -> None:
         addresses.last("c")
     with pytest.raises(OSError, match="node 'c'"):
         await resolve(addresses, "c")
-
-
-def test_connections_end_when_the_other_machine_is_gone() -> None:
-    with socket.socket() as sock:
-        set_tcp_options(sock)
-        read = [
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
-        ]
-    assert read == [1, 5, 2, 3, 15_000]
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7", "b.pool"])

@@ -30,22 +30,6 @@ TIMES = 5
 """Several attempts, because the write of the welcome fails at once or later, as the kernel decides."""
 
 
-def test_a_node_that_is_no_member() -> None:
-    """A node that is no member is refused by name on both sides."""
-    ports = {name: reserve_port() for name in ("a", "b", "c")}
-    with daemons() as cluster:
-        one = _node(cluster, "a", ports["a"], f"b=127.0.0.1:{ports['b']}")
-        two = _node(cluster, "b", ports["b"], f"c=127.0.0.1:{ports['c']}")
-        for node in (one, two):
-            node.start()
-        for node in (one, two):
-            _until_logged(node, lambda text: "'a' is not a member yet" in text and "'b' knows are b, c" in text)
-        for node in (one, two):
-            assert node.page("/health")
-            assert total(node, "tokenlake_peers_connected") == 0
-            assert node.stop() == 0
-
-
 def test_a_name_that_no_other_machine_reaches(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,26 +90,6 @@ def test_a_peer_that_ends_each_connection_is_dialled_with_pauses() -> None:
         time.sleep(OBSERVED_S)
         listener.shutdown(socket.SHUT_RDWR)
     assert 2 <= len(welcomed) <= 20
-
-
-def test_two_nodes_of_one_name() -> None:
-    ports = {name: reserve_port() for name in ("a", "b", "again")}
-    with daemons() as cluster:
-        one = _node(cluster, "a", ports["a"], f"b=127.0.0.1:{ports['b']}")
-        two = _node(cluster, "b", ports["b"], f"a=127.0.0.1:{ports['a']}")
-        for node in (one, two):
-            node.start()
-        wait_until(lambda: _connected(two), "the two nodes know each other")
-        again = _node(cluster, "a", ports["again"], f"b=127.0.0.1:{ports['b']}")
-        again.socket = cluster.directory / "again.sock"
-        again.settings["socket"] = str(again.socket)
-        again.log = cluster.directory / "again.log"
-        again.start()
-        _until_logged(one, lambda text: "two daemons are called 'a'" in text)
-        _until_logged(two, lambda text: "two daemons are called 'a'" in text)
-        wait_until(lambda: _connected(two), "one of them is connected")
-        for node in (one, two, again):
-            assert node.stop() == 0
 
 
 def _connected(node: Node) -> bool:

@@ -16,14 +16,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, store, total, wait_until
+from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, store, wait_until
 from tests.server.control.scene import certificates, local, remote, served
 from tests.server.raw import Raw, hello, refusal
-from tests.server.test_explain import RED, TENANTS
+from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake.keys import probe
 from tokenlake.metrics import Counters
 from tokenlake.wire import PROTOCOL_VERSION, Code, engine
-from tokenlake_client import Pool
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.engines.connected_process import ConnectedProcess
 from tokenlake_server.engines.refused import FORGOTTEN_S, MAX_KEPT, REFUSED_ENGINES, Reason, RefusedEngines
@@ -47,10 +46,8 @@ def refusals(node: Node, reason: str) -> float:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A daemon with two tenants: the uid of this process is that of 'blue'."""
-    file = tmp_path_factory.mktemp("refused") / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    with daemons(config=str(file)) as cluster:
+    file = tenants(tmp_path_factory.mktemp("refused"), blue=OF_THIS_USER)
+    with daemons(config=file) as cluster:
         yield cluster
 
 
@@ -164,10 +161,8 @@ def test_an_engine_leaves_the_list_with_its_process(node: Node) -> None:
 
 @pytest.mark.live
 def test_a_caller_sees_its_own_tenant_only(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
+    file = tenants(tmp_path, blue=OF_THIS_USER)
+    cluster = Cluster(1, "4MiB", "1MiB", config=file)
     (address,) = served(cluster).values()
     ca = cluster.directory / "ca"
     with cluster:
@@ -197,22 +192,6 @@ def test_segments_that_get_no_memory_are_named() -> None:
             assert "segments of 960KiB get no memory" in found.problem
             assert refusals(node, "memory") == 1
         wait_shown(node, [])
-
-
-@pytest.mark.live
-def test_an_engine_is_a_session_with_processes(one: Cluster, node: Node) -> None:
-    wait_until(lambda: total(node, "tokenlake_processes") == 0, "earlier ones left")
-    with one.connect(0, LAYOUT) as scheduler, local(node) as control:
-        ranks = [Pool.connect(node.socket, LAYOUT, session=scheduler.engine.session) for _ in range(2)]
-        # A connection that has not joined a session is no process of an engine.
-        with Raw(node.socket):
-            wait_until(lambda: (control.status().engines, control.status().processes) == (1, 3), "they are shown")
-        assert [(each.engines, each.processes) for each in control.engines()] == [(1, 3)]
-        assert (total(node, "tokenlake_engines"), total(node, "tokenlake_processes")) == (1, 3)
-        assert store(scheduler, Prompt(3, 1))
-        assert control.weights_changed(LAYOUT.weights_digest, "blue").sessions == 1
-        for rank in ranks:
-            rank.close()
 
 
 # -- the list itself

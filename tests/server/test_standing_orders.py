@@ -304,35 +304,6 @@ def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.live
-def test_segments_evicted_while_their_disk_is_away_are_gone(tmp_path: Path) -> None:
-    """The disk leaves the setting, and comes back at another path."""
-    pytest.importorskip("grpc")
-    from tests.server.control.scene import local
-
-    one, two, moved = (tmp_path / each for each in ("one", "two", "moved"))
-    one.mkdir()
-    two.mkdir()
-    with Cluster(1, "8MiB", "1MiB", disk=f"{one}:64MiB") as cluster:
-        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, 8)
-        node.wait_disk()
-        with cluster.connect(0, LAYOUT) as pool:
-            store(pool, prompt)
-        for disk in (two, moved):
-            node.stop()
-            node.settings["disk"] = f"{disk}:64MiB"
-            node.start()
-            cluster.wait_ready()
-            node.wait_disk()
-            if disk is two:
-                with local(node) as control:
-                    assert not control.evict(everything=True).unremoved
-                one.rename(moved)
-        wait_until(lambda: f"{moved} has" in node.log.read_text(), "the device was searched")
-        with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
-            assert lease.hits == 0
-
-
-@pytest.mark.live
 def test_evicted_segments_do_not_return_with_their_key(tmp_path: Path) -> None:
     """The key of the setting `disk_keys` with which they are encrypted is away while an operator evicts them."""
     pytest.importorskip("grpc")

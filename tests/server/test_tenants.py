@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_until
-from tests.server.raw import Raw, hello
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, outcomes, read, store
+from tests.server.raw import Raw
+from tests.server.scene import BLUE, RED, tenants, tenants_text
 from tokenlake.config import load_config
-from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Refused
+from tokenlake.errors import CredentialRefused, LayoutRefused, Refused
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
 from tokenlake_server.engines.tenants import Tenants
@@ -21,46 +22,10 @@ from tokenlake_server.start.standing_orders import MAX_RETIRED
 pytestmark = pytest.mark.live
 
 
-def test_sessions_and_processes_are_limited(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text("max_sessions = 2\n")
-    with daemons(config=str(file)) as cluster:
-        node = cluster.nodes[0]
-        first, second = cluster.connect(0, LAYOUT), cluster.connect(0, LAYOUT)
-        with pytest.raises(LimitReached, match="'max_sessions' of 2"):
-            Pool.connect(node.socket, LAYOUT, deadlines=PATIENT)
-        ranks = [Pool.connect(node.socket, LAYOUT, session=first.engine.session, deadlines=PATIENT) for _ in range(30)]
-        with pytest.raises(LimitReached, match="32 processes"):
-            Pool.connect(node.socket, LAYOUT, session=first.engine.session, deadlines=PATIENT)
-        for rank in ranks:
-            rank.close()
-        second.close()
-        wait_until(lambda: total(node, "tokenlake_processes") == 1, "they left")
-        Pool.connect(node.socket, LAYOUT, deadlines=PATIENT).close()
-        first.close()
-
-
-TENANTS = """
-allow_uids = [{uid}]
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["red-token-0123456789"]
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["blue-token-0123456789"]
-"""
-
-
 def opened(path: Path, token: str) -> set[int]:
     """The regions, of four, that a process with this token can map; the others are refused by number."""
     regions = set()
-    with Raw(path) as raw:
-        raw.send(hello(token=token))
-        assert isinstance(raw.reply(), engine.Welcome)
+    with Raw.joined(path, token=token) as raw:
         for region in range(4):
             for write in (False, True):
                 raw.send(engine.OpenRegion(9, region, write))
@@ -75,19 +40,15 @@ def opened(path: Path, token: str) -> set[int]:
 
 
 def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
+    file = tenants(tmp_path)
     prompt = Prompt(80, 5)
-    with daemons(config=str(file)) as cluster:
+    with daemons(config=file) as cluster:
         path = cluster.nodes[0].socket
         for token in (None, "no-token", "red-token-012345678", ""):
             with pytest.raises(CredentialRefused) as refused:
                 Pool.connect(path, LAYOUT, token, deadlines=PATIENT)
             assert not token or token not in str(refused.value)
-        red, blue = (
-            Pool.connect(path, LAYOUT, f"{name}-token-0123456789", deadlines=PATIENT) for name in ("red", "blue")
-        )
+        red, blue = (Pool.connect(path, LAYOUT, token, deadlines=PATIENT) for token in (RED, BLUE))
         with red, blue:
             assert (red.engine.tenant, blue.engine.tenant) == ("red", "blue")
             store(red, prompt)
@@ -97,19 +58,22 @@ def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
                 assert lease.hits == 0, "not even with the other tenant's keys"
             assert outcomes(store(blue, prompt)) == {Code.COMMITTED}
             assert read(red, prompt) == read(blue, prompt) == 5
-            mapped = {name: opened(path, f"{name}-token-0123456789") for name in ("red", "blue")}
-            assert mapped["red"]
-            assert mapped["blue"]
-            assert not mapped["red"] & mapped["blue"]
+            mapped, others = opened(path, RED), opened(path, BLUE)
+            assert mapped
+            assert others
+            assert not mapped & others
             with pytest.raises(Refused, match="another tenant"):
-                Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.engine.session, deadlines=PATIENT)
+                Pool.connect(path, LAYOUT, BLUE, session=red.engine.session, deadlines=PATIENT)
+
+
+def of(text: str) -> Tenants:
+    return Tenants(load_config(toml_text=text, environ={}, flags={"node": "a"}, uid=os.getuid()).config)
 
 
 def test_a_caller_that_names_no_tenant_is_told_how() -> None:
-    text = TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32)
-    tenants = Tenants(load_config(toml_text=text, environ={}, flags={"node": "a"}, uid=os.getuid()).config)
+    made = of(tenants_text())
     with pytest.raises(CredentialRefused, match="--tenant NAME"):
-        tenants.of_caller("", None)
+        made.of_caller("", None)
 
 
 def test_a_tenant_keeps_its_changed_weights(tmp_path: Path) -> None:
@@ -117,28 +81,25 @@ def test_a_tenant_keeps_its_changed_weights(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     from tests.server.control.scene import local
 
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    with daemons(config=str(file)) as cluster:
+    file = tenants(tmp_path)
+    with daemons(config=file) as cluster:
         node = cluster.nodes[0]
         with local(node) as control:
             control.weights_changed(LAYOUT.weights_digest, "red")
             for number in range(MAX_RETIRED + 1):
                 control.weights_changed(LAYOUT.weights_digest if not number else str(number), "blue")
         with pytest.raises(LayoutRefused, match="changed in place"):
-            Pool.connect(node.socket, LAYOUT, "red-token-0123456789", deadlines=PATIENT)
-        Pool.connect(node.socket, LAYOUT, "blue-token-0123456789", deadlines=PATIENT).close()
+            Pool.connect(node.socket, LAYOUT, RED, deadlines=PATIENT)
+        Pool.connect(node.socket, LAYOUT, BLUE, deadlines=PATIENT).close()
 
 
 def test_the_query_engine_needs_no_allowed_uid(tmp_path: Path) -> None:
     """It runs as the daemon's user, who should not be allowed where there are several tenants."""
-    text = TENANTS.format(uid=os.getuid() + 1, red="aa" * 32, blue="bb" * 32)
-    tenants = Tenants(load_config(toml_text=text, environ={}, flags={"node": "a"}, uid=os.getuid()).config)
-    assert tenants.identify(os.getuid(), f"{tenants.query_credential}:blue").name == "blue"
-    for token in ("blue-token-0123456789", None, f"{tenants.query_credential}:green", ":blue"):
+    made = of(tenants_text(allowed=os.getuid() + 1))
+    assert made.identify(os.getuid(), f"{made.query_credential}:blue").name == "blue"
+    for token in (BLUE, None, f"{made.query_credential}:green", ":blue"):
         with pytest.raises(CredentialRefused):
-            tenants.identify(os.getuid(), token)
+            made.identify(os.getuid(), token)
 
 
 CONNECT_AS_NOBODY = """

@@ -149,16 +149,6 @@ def test_the_log_warns_of_the_end_of_the_own_certificate(
     assert len(caplog.records) == bool(expected), "once an hour"
 
 
-def test_the_log_says_when_a_certificate_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says when a certificate that expires has expired."""
-    certificate, key = issue(ca, "w", days=10, begin=NOW - 9.5 * DAY, renew=True)
-    own = Certificates(CertificateFiles(certificate, key, ca / "ca.pem"), "tokenlake", "w")
-    assert "expires at" in caplog.text
-    own.current = own.current._replace(end=NOW - DAY)
-    own.reload()
-    assert "has expired" in caplog.text
-
-
 def test_the_log_names_an_authority_that_is_not_trusted(
     ca: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, daemons, wait_until
 from tests.server.raw import Raw, hello
-from tests.server.test_tenants import TENANTS
+from tests.server.scene import tenants
 from tokenlake.wire import engine
 from tokenlake_testing.cluster import Node
 
@@ -79,15 +79,11 @@ def _mode(path: Path) -> int:
 @pytest.mark.live
 def test_a_tenant_with_the_uid_of_the_daemon(tmp_path: Path) -> None:
     """Its processes could open the daemon's descriptors, which have the memory of all tenants: the log warns."""
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    with daemons(config=str(file)) as cluster:
+    with daemons(config=tenants(tmp_path)) as cluster:
         warnings = _warnings(cluster.nodes[0])
         assert len(warnings) == 1
         assert f"uid {os.getuid()}" in warnings[0]
-    file.write_text(TENANTS.format(uid=os.getuid() + 1, red="aa" * 32, blue="bb" * 32))
-    with daemons(config=str(file)) as cluster:
+    with daemons(config=tenants(tmp_path, allowed=os.getuid() + 1)) as cluster:
         assert not _warnings(cluster.nodes[0])
     with daemons() as cluster:
         assert not _warnings(cluster.nodes[0])

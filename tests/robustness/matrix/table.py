@@ -266,7 +266,7 @@ FOUND = (
     ),
     (
         "one changed bit of the index lost all segments of a device",
-        "test_one_changed_bit_of_a_table_costs_no_segment",
+        "test_one_changed_bit_costs_no_segment",
     ),
     (
         "each size of segments took 64 MiB of a device beyond its size",

@@ -14,7 +14,7 @@ import pytest
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store
 from tests.server.certified import authority
 from tests.server.control.scene import certificates, local, remote, served, socket_of
-from tests.server.test_explain import RED, TENANTS
+from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake.config import load_config
 from tokenlake.errors import ConfigurationError, CredentialRefused, Unreachable
 from tokenlake_client import Pool
@@ -115,16 +115,6 @@ def test_another_cluster_of_a_trusted_authority(tmp_path: Path) -> None:
         control.status()
 
 
-def test_nodes_name_each_other_s_control_planes() -> None:
-    cluster = Cluster(2, "4MiB", "1MiB")
-    addresses = served(cluster)
-    with cluster:
-        held = certificates(cluster.directory / "ca", "alice", "reader")
-        for node, address in addresses.items():
-            with remote(address, node, held) as control:
-                assert {each.node: each.control for each in control.cluster().members} == addresses
-
-
 def test_without_a_certificate_no_call_arrives(one: Scene) -> None:
     ca = (one.ca / "ca.pem").read_bytes()
     options = [("grpc.ssl_target_name_override", "node0")]
@@ -168,10 +158,8 @@ def test_every_method_declares_a_role() -> None:
 
 
 def test_tenants_come_from_the_credential(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
+    file = tenants(tmp_path, blue=OF_THIS_USER)
+    cluster = Cluster(1, "4MiB", "1MiB", config=file)
     (address,) = served(cluster).values()
     ca = cluster.directory / "ca"
     with cluster, Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:

@@ -173,18 +173,6 @@ def test_a_tenant_keeps_no_more_than_its_part() -> None:
     assert all_.update("red", message("39"), 42.0)[0] is one, "a refused call changes nothing"
 
 
-def test_ends_of_a_single_fleet_are_within_the_part() -> None:
-    """A router may report the ends of requests that were never sent, with long names."""
-    all_ = Fleets(tenants=16, total=1 << 20)
-    one, _, _ = all_.update("red", message(), 0.0)
-    for at in range(200):
-        one.happened(pb.Happened(finished=f"{at}" + "\N{SNOWMAN}" * 200), TENANT, 16, 0.0)
-        all_.fit("red")
-        assert all_.kept_bytes["red"] <= all_.share
-    one.chosen(request("199" + "\N{SNOWMAN}" * 200), start(), 0.0)
-    assert len(one) == 0, "the newest end is known"
-
-
 def test_unused_fleets_and_instances_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     all_ = Fleets()
     one, _, _ = all_.update("red", message("f", old="n0"), 0.0)

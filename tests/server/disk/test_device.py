@@ -5,17 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.robustness.live import wait_until
-from tests.server.disk.device_scene import QUICK, Scene, served
+from tests.server.disk.device_scene import Scene, served
 from tests.server.disk.medium import Medium, MediumFiles
 from tests.server.disk.scene import bytes_of, entry
 from tokenlake.core import events
@@ -83,16 +80,6 @@ def test_the_capacity_is_the_limit_or_the_free_space() -> None:
     for limit, capacity in ((3 * gib, 3 * gib - OWN_BYTES), (20 * gib, 10 * gib - (64 << 20))):
         with served(lambda: small(Medium(10 * gib)), limit=limit) as scene:
             assert scene.wait(events.DiskReady).capacity_bytes == pytest.approx(capacity, abs=10_000)
-
-
-def test_a_trimmed_slab_ends_earlier() -> None:
-    medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
-        scene.forget(SEGMENTS[2:])
-        scene.trim("default", 4096, 2)
-    assert len(medium.names["slab-00000"].content) == 4096 + 2 * 8192
 
 
 def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
@@ -335,22 +322,6 @@ def orders_at(path: Path) -> StandingOrders:
     return orders
 
 
-def test_erased_segments_are_never_found_again() -> None:
-    """Also where their records are found on the device as they were before."""
-    medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
-        table = bytes(medium.names["table-00000"].content)
-        assert scene.erased(SEGMENTS[:3]) == bytes([COMMITTED]) * 3
-    medium.lose_power(random.Random(0))
-    for content in (table, b"", bytes(len(table))):
-        medium.names["table-00000"].content[:] = content
-        with served(lambda: small(medium)) as scene:
-            recovered(scene)
-            assert scene.read(SEGMENTS[:3]) == bytes([BAD]) * 3
-
-
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_an_erasure_that_fails_says_so(operation: str) -> None:
     medium = Medium()
@@ -442,36 +413,6 @@ def test_an_aborted_read_ends_soon() -> None:
         trouble.hanging.set()
         for each in busy:
             assert scene.done(each).codes == bytes([LOCAL]) * 2
-
-
-def test_the_end_commits_what_was_written() -> None:
-    medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        number = scene.write(SEGMENTS)
-        scene.wait(events.DiskWritten, where=lambda event: event.write == number)
-    with served(lambda: small(medium)) as scene:
-        assert len(recovered(scene)) == 5
-
-
-def test_the_thread_of_the_index_waits_at_the_end() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium), patience=replace(QUICK, slow_s=0.3)) as scene:
-        scene.wait(events.DiskRecovered)
-        trouble.hang("write")
-        scene.write(SEGMENTS[:1])
-        wait_until(lambda: bool(trouble.hung), "a write is under way")
-        (ident,) = [thread.ident for thread in threading.enumerate() if thread.name == "disk-0-table"]
-        assert ident is not None
-        clock = time.pthread_getcpuclockid(ident)
-        before = time.clock_gettime(clock)
-        # It waits for the write, for twice `slow_s`.
-        scene.device.close()
-        used = time.clock_gettime(clock) - before
-        trouble.hanging.set()
-        assert scene.wait(events.DiskWritten).codes == bytes([COMMITTED])
-    assert used < 0.05
 
 
 def test_no_thread_of_a_device_that_hangs_keeps_the_process() -> None:

@@ -11,11 +11,9 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT,
     PATIENT_S,
     Prompt,
     daemons,
-    match,
     outcomes,
     read,
     total,
@@ -128,23 +126,3 @@ def segments(path: Path) -> int:
         return sum(len(each.stored) for each in survey(files))
     finally:
         files.close()
-
-
-def test_one_changed_bit_of_a_table_costs_no_segment(tmp_path: Path) -> None:
-    with Cluster(1, "8MiB", "1MiB", disk=f"{tmp_path}:64MiB") as cluster:
-        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, SEGMENTS)
-        node.wait_disk()
-        with cluster.connect(0, LAYOUT) as pool:
-            store(pool, prompt)
-        node.stop()
-        table = tmp_path / "table-00000"
-        data = bytearray(table.read_bytes())
-        data[4096 + 128 * 3 + 20] ^= 1
-        table.write_bytes(data)
-        node.start()
-        cluster.wait_ready()
-        node.wait_disk()
-        wait_until(lambda: total(node, "tokenlake_disk_restored_segments") == 1, "one record is restored")
-        with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
-            assert lease.hits == SEGMENTS
-            assert prompt.wrong(lease.fetch(deadline_s=5.0)) == 0

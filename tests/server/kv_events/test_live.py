@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from tests.robustness.live import LAYOUT, LIMIT_S, total
+from tests.robustness.live import LAYOUT, LIMIT_S, pid_of, total
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
 from tests.server.kv_events.scene import (
     BLOCK,
@@ -242,16 +242,15 @@ def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None
         for each in hungry:
             each.setsockopt(zmq.RCVHWM, 1)
             each.connect(stream.endpoints[1])
-        assert node.process is not None
         fill_pool(pool, prompts, 200)
-        before = resident(node.process.pid)
+        before = resident(pid_of(node))
         with Subscriber(*stream.endpoints, router.take):
             for _ in range(8):
                 for each in hungry:
                     each.send_multipart([b"", bytes(8)])
                 fill_pool(pool, prompts, 500)
             agree(node, stream, pool, router, prompts.all[-200:])
-        assert resident(node.process.pid) - before < 64 << 20
+        assert resident(pid_of(node)) - before < 64 << 20
         context.destroy(linger=0)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of
+from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of, pid_of
 from tests.server.kv_events.readers import Llmd, Subscriber
 from tests.server.kv_events.scene import BLOCK, MODEL, Prompts, Stream, agree, publishing, store, until
 from tokenlake_server.kv_events import listener, reader, zmtp
@@ -100,22 +100,20 @@ def test_another_user_reads_what_it_may(uids: list[int]) -> None:
 def test_subscriptions_are_not_kept(stream: tuple[Node, Stream]) -> None:
     """What a reader sends is read at a pace, and what cannot be a beginning of the topic is forgotten."""
     node, each = stream
-    assert node.process is not None
-    before = memory_of(node.process.pid)
+    before = memory_of(pid_of(node))
     with dial(each.endpoints[0]) as sock:
         sock.sendall(HELLO)
         for number in range(400):
             sock.sendall(zmtp.message((b"\1" + number.to_bytes(4, "big") + bytes(1000),)))
         until(1, lambda: figure(node, "readers"))
-        assert memory_of(node.process.pid) - before < 8 << 20
+        assert memory_of(pid_of(node)) - before < 8 << 20
     until(0, lambda: figure(node, "readers"))
 
 
 def test_the_limit_of_one_user(stream: tuple[Node, Stream]) -> None:
     """Further connections are closed; those that are open go on, and there is room again when one ends."""
     node, each = stream
-    assert node.process is not None
-    before = descriptors_of(node.process.pid)
+    before = descriptors_of(pid_of(node))
     with contextlib.ExitStack() as opened:
         socks = [opened.enter_context(dial(each.endpoints[0])) for _ in range(MAX_READERS_OF_ONE)]
         for sock in socks:
@@ -127,7 +125,7 @@ def test_the_limit_of_one_user(stream: tuple[Node, Stream]) -> None:
                 assert is_closed(further)
         until(5, lambda: figure(node, "refused_readers"))
         assert figure(node, "readers") == MAX_READERS_OF_ONE
-        assert descriptors_of(node.process.pid) <= before + MAX_READERS_OF_ONE + 2
+        assert descriptors_of(pid_of(node)) <= before + MAX_READERS_OF_ONE + 2
         socks[0].close()
         until(MAX_READERS_OF_ONE - 1, lambda: figure(node, "readers"))
         with dial(each.endpoints[0]) as again:
