@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -25,34 +24,27 @@ from tests.robustness.live import (
     wait_told,
     wait_until,
 )
+from tests.server import certified
 from tests.server.raw import Raw, identity_of, peer_address
+from tests.server.scene import OF_THIS_USER, private
 from tokenlake.config import Secret
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_client import Pool
 from tokenlake_server.peers.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
-from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
 SECRET = "5ec7e7" * 10
-CONFIG = """
-cluster_secret = "{secret}"
-
-[[tenants]]
-name = "red"
-secret = "{tenant}"
-uids = [{uid}]
-"""
 PROMPT = Prompt(500, 12)
 
 
 def config(path: Path, secret: str = SECRET) -> str:
     """A file with this cluster secret and one tenant."""
-    path.write_text(CONFIG.format(secret=secret, tenant="aa" * 32, uid=os.getuid()))
-    path.chmod(0o600)
-    return str(path)
+    tenant = f'[[tenants]]\nname = "red"\nsecret = "{"aa" * 32}"\n{OF_THIS_USER}\n'
+    return private(path, f'cluster_secret = "{secret}"\n{tenant}')
 
 
 @pytest.fixture
@@ -77,22 +69,12 @@ def believed(cluster: Cluster) -> Callable[[], tuple[float, ...]]:
 
 
 def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
-    ports = {name: reserve_port() for name in ("a", "b", "c")}
-    peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
     right, wrong = config(tmp_path / "right.toml"), config(tmp_path / "wrong.toml", "0badca" * 10)
-    with daemons() as cluster:
-        nodes = {
-            name: Node(
-                name,
-                cluster.directory,
-                {"memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000", "peers": peers}
-                | {"listen": f"127.0.0.1:{port}", "config": right if name != "c" else wrong},
-            )
-            for name, port in ports.items()
-        }
-        cluster.nodes += nodes.values()
-        for node in nodes.values():
-            node.start()
+    with daemons(0) as cluster:
+        started = certified.nodes(
+            cluster, {name: {"config": wrong if name == "c" else right} for name in ("a", "b", "c")}
+        )
+        nodes = {node.name: node for node in started}
         for name in ("a", "b"):
             text = f"'c' did not prove to '{name}'"
             for log in (nodes[name].log, nodes["c"].log):

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("grpc")
+
 from tests.operator.scene import control_of, told
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, outcomes, read, store, total, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_client.control import Control
 from tokenlake_operator.members import drain
 from tokenlake_server.membership.keeper import LEASE_S
 from tokenlake_testing.cluster import Node
@@ -75,6 +78,12 @@ class Nodes:
     def connect(self, name: str) -> Pool:
         return Pool.connect(self.nodes[name].socket, LAYOUT, deadlines=PATIENT)
 
+    def end_of(self, name: str) -> int:
+        """Wait until a daemon has ended by itself. Returns its status."""
+        process = self.nodes[name].process
+        assert process is not None
+        return process.wait(30)
+
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`tokenlake members | drain | remove`, which ask a daemon that runs; without one etcd."""
         script = f"from tokenlake_operator.members import *; {arguments[0]}()"
@@ -114,8 +123,15 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
             return all(read(pool, prompt) == prompt.segments for prompt in prompts)
 
         wait_until(lambda: all_found(a) and all_found(b), "found from both")
-        nodes.start("c")
-        nodes.wait("a", "b", "c")
+        with Control.local(control_of(nodes.nodes["a"])) as control:
+            stream = control.events()
+            first = next(stream).snapshot.ring
+            nodes.start("c")
+            nodes.wait("a", "b", "c")
+            changed = [each.ring for each in next(stream).changes][-1]
+            assert (sorted(first.members), sorted(changed.members)) == (["a", "b"], ["a", "b", "c"])
+            assert changed.epoch > first.epoch
+            stream.close()
         with nodes.connect("c") as c:
             wait_until(lambda: all_found(c), "found from the newcomer")
         assert all_found(a)
@@ -125,9 +141,7 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
         assert "'b' left the cluster" in result.stdout
         assert "it handed over" in result.stdout
         assert "lost nothing" in result.stdout
-        process = nodes.nodes["b"].process
-        assert process is not None
-        assert process.wait(30) == 0
+        assert nodes.end_of("b") == 0
         account = result.stdout.partition(" s: ")[2].strip()
         for name in "abc":
             assert account in nodes.nodes[name].log.read_text()
@@ -163,9 +177,7 @@ def test_the_account_of_a_drain(nodes: Nodes) -> None:
         assert account["left"]
         assert account["moved"] == {to: {"segments": count, "bytes": count * nbytes} for to, count in moved.items()}
         assert account["lost"] == {"segments": lost, "bytes": lost * nbytes}
-        process = nodes.nodes[name].process
-        assert process is not None
-        assert process.wait(30) == 0
+        assert nodes.end_of(name) == 0
 
 
 def test_sigterm_drains_where_the_settings_say_so(nodes: Nodes) -> None:
@@ -176,9 +188,8 @@ def test_sigterm_drains_where_the_settings_say_so(nodes: Nodes) -> None:
     with nodes.connect("b") as pool:
         assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
         assert read(pool, prompt) == prompt.segments
-    assert node.process is not None
-    node.process.terminate()
-    assert node.process.wait(30) == 0
+    node.terminate()
+    assert nodes.end_of("b") == 0
     assert "has drained and left the ring" in node.log.read_text()
     nodes.wait("a")
     with nodes.connect("a") as pool:

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.live
 WIDE = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 5}))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with daemons() as cluster:
         yield cluster
@@ -130,36 +130,70 @@ def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> 
         assert node.running
 
 
-def test_requests_in_flight_are_bounded() -> None:
-    """Matches that wait for a frozen node: those above the limit are refused, and the connection stays open."""
-    beyond = 40
-    with daemons(2, suspect_ms="20000") as cluster:
-        node = cluster.nodes[0]
-        with Raw.joined(node.socket) as raw:
-            cluster.nodes[1].freeze()
-            count = MAX_IN_FLIGHT + beyond
-            # The frozen node is the directory node of each key, so that every match waits for it.
-            keys = keys_at(cluster, 1)
-            raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
-            # A hint has no reply, so that the bound on requests in flight does not apply.
-            raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
-            replies = [raw.reply() for _ in range(count)]
+@contextlib.contextmanager
+def waiting() -> Iterator[tuple[Raw, Iterator[bytes]]]:
+    """An engine of a daemon whose peer is frozen, and keys for which every match waits: their directory node is that
+    peer."""
+    with daemons(2, suspect_ms="20000") as cluster, Raw.joined(cluster.nodes[0].socket) as raw:
+        cluster.nodes[1].freeze()
+        try:
+            yield raw, keys_at(cluster, 1)
+        finally:
             cluster.nodes[1].thaw()
-            refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
-            assert len(refused) == beyond
-            assert {reply.kind for reply in refused} == {LimitReached.__name__}
-            assert "'max_in_flight'" in refused[0].reason
-            raw.send(engine.Heartbeat(1))
-            assert raw.reply() == engine.HeartbeatReply(1, True)
+        raw.send(engine.Match(1, bytes(32), 0.1))
+        assert isinstance(raw.reply(), engine.Matched), "as many matches may wait again"
 
 
-def test_ranges_per_release_are_bounded(cluster: Cluster) -> None:
-    """The daemon refuses the frame before it decodes the ranges. It once spent seconds on one."""
+def refusals(raw: Raw, count: int) -> list[engine.Failed]:
+    """The refusals among so many replies."""
+    replies = [raw.reply() for _ in range(count)]
+    return [reply for reply in replies if isinstance(reply, engine.Failed)]
+
+
+def test_requests_in_flight_are_bounded() -> None:
+    """Those above the limit are refused, and the connection stays open."""
+    beyond = 40
+    with waiting() as (raw, keys):
+        count = MAX_IN_FLIGHT + beyond
+        raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
+        # A hint has no reply, so that the bound on requests in flight does not apply.
+        raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
+        refused = refusals(raw, count)
+        assert len(refused) == beyond
+        assert {reply.kind for reply in refused} == {LimitReached.__name__}
+        assert "'max_in_flight'" in refused[0].reason
+
+
+def test_waiting_matches_are_bounded_in_bytes() -> None:
+    """Matches of as many keys as one may have."""
+    with waiting() as (raw, some):
+        keys, count = b"".join(itertools.islice(some, MAX_KEYS)), 100
+        for number in range(2, 2 + count):
+            raw.send(engine.Match(number, keys, 2.0))
+        refused = refusals(raw, count)
+        assert 0 < len(refused) < count
+        assert "'connection_bytes'" in refused[0].reason
+        waited = count - len(refused)
+        assert waited * (KEPT_PER_REQUEST + KEPT_PER_KEY * MAX_KEYS) <= MAX_OF_CONNECTION
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "closed"),
+    [
+        # It once took seconds to decode.
+        (engine.Release(((1, 0, 1),) * 100_000), f"length <= {MAX_RANGES}", True),
+        (engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)), "'max_keys'", True),
+        (engine.Match(2, bytes(32) * (MAX_KEYS + 1), 0.1), "'max_keys' is 1024", False),
+    ],
+    ids=["ranges", "keys of a hint", "keys of a match"],
+)
+def test_ranges_per_release_are_bounded(cluster: Cluster, message: msgspec.Struct, reason: str, closed: bool) -> None:
+    """It closes the connection after a frame that has no reply."""
     with Raw.joined(cluster.nodes[0].socket) as raw:
-        raw.write(pack_frame(engine.Release(((1, 0, 1),) * 100_000)))
-        failed = raw.failed()
-        assert f"length <= {MAX_RANGES}" in failed.reason
-        assert raw.closed()
+        raw.write(pack_frame(message))
+        assert reason in raw.failed().reason
+        if closed:
+            assert raw.closed()
 
 
 def test_an_engine_with_unread_answers_opens_a_region() -> None:
@@ -236,27 +270,6 @@ def test_connections_without_a_hello(cluster: Cluster) -> None:
         failed = raw.failed()
         assert f"at most {HELLO_BYTES}" in failed.reason
         assert raw.closed()
-
-
-def test_waiting_matches_are_bounded_in_bytes() -> None:
-    """Matches that wait for a frozen node, each of as many keys as one may have."""
-    with daemons(2, suspect_ms="20000") as cluster:
-        node = cluster.nodes[0]
-        with Raw.joined(node.socket) as raw:
-            cluster.nodes[1].freeze()
-            keys, count = b"".join(itertools.islice(keys_at(cluster, 1), MAX_KEYS)), 100
-            for number in range(2, 2 + count):
-                raw.send(engine.Match(number, keys, 2.0))
-            replies = [raw.reply() for _ in range(count)]
-            cluster.nodes[1].thaw()
-            refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
-            assert 0 < len(refused) < count
-            assert "'connection_bytes'" in refused[0].reason
-            waited = count - len(refused)
-            assert waited * (KEPT_PER_REQUEST + KEPT_PER_KEY * MAX_KEYS) <= MAX_OF_CONNECTION
-            # Everything was answered, so that as many matches may wait again.
-            raw.send(engine.Match(1, keys, 0.1))
-            assert isinstance(raw.reply(), engine.Matched)
 
 
 def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
