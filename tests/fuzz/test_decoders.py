@@ -174,10 +174,7 @@ def test_nobody_without_the_secret_is_believed(challenge: peer.PeerChallenge, no
     assert dialler.incarnation is None
 
 
-@given(
-    hello=hostile(peer.PeerHello),
-    data=st.data(),
-)
+@given(hello=hostile(peer.PeerHello), data=st.data())
 @settings(max_examples=examples(200))
 def test_a_proof_fits_what_was_said_and_nothing_else(hello: peer.PeerHello, data: st.DataObject) -> None:
     """Another process changes the proof on the way."""

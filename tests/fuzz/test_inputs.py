@@ -166,14 +166,7 @@ def test_a_refused_credential_is_not_shown(field: str) -> None:
 # -- layouts
 
 LAYOUT = Layout(
-    model_id="m",
-    weights_digest="00",
-    dtype="float16",
-    layers=2,
-    kv_heads=8,
-    key_dim=64,
-    value_dim=64,
-    position="rope",
+    model_id="m", weights_digest="00", dtype="float16", layers=2, kv_heads=8, key_dim=64, value_dim=64, position="rope"
 )
 layout_pairs = st.lists(
     st.tuples(

@@ -248,11 +248,7 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {
     "a stale socket": ("socket-stale", "start the daemon", stale_socket),
     "a socket of another user": ("socket-owner", "run the daemon as that user", socket_of_another_user),
     "a file in place of the socket": ("socket-file", "remove", file_in_place_of_the_socket),
-    "a replaceable socket": (
-        "socket-directory",
-        "chmod go-w",
-        below("socket", "open/in/n1.sock", "open", "open/in"),
-    ),
+    "a replaceable socket": ("socket-directory", "chmod go-w", below("socket", "open/in/n1.sock", "open", "open/in")),
     "a socket in a directory of all": (
         "socket-shared",
         "of one pod",

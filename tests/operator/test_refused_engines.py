@@ -37,11 +37,7 @@ def test_each_reason_is_one_finding() -> None:
             "let it",
         ),
         Finding(
-            "warning",
-            "engine-declined",
-            "a, process 8 of uid 1000",
-            "without the pool for 5 min: it may not",
-            "let it",
+            "warning", "engine-declined", "a, process 8 of uid 1000", "without the pool for 5 min: it may not", "let it"
         ),
     ]
     assert list(check_refused("a", [])) == []

@@ -13,10 +13,7 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.membership import Members, Membership, open_membership
 from tokenlake_server.membership.etcd_client import Access, Etcd, Put, on_any
-from tokenlake_server.membership.stored import (
-    decode_ring,
-    ring_key,
-)
+from tokenlake_server.membership.stored import decode_ring, ring_key
 from tokenlake_testing.etcd import EtcdServers
 from tokenlake_testing.ports import reserve_port
 

@@ -16,19 +16,7 @@ import msgspec
 import pytest
 
 from tests.robustness.matrix.proxy import Proxy, Trickle
-from tests.server.members import (
-    CLUSTER,
-    LIMIT_S,
-    access,
-    ask,
-    clear,
-    config_of,
-    node,
-    nodes,
-    put,
-    stored_ring,
-    until,
-)
+from tests.server.members import CLUSTER, LIMIT_S, access, ask, clear, config_of, node, nodes, put, stored_ring, until
 from tokenlake.config import Address, parse_address
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused, Unreachable
@@ -38,15 +26,7 @@ from tokenlake_server.membership import Account, Members, keeper, open_membershi
 from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, Etcd, Read
 from tokenlake_server.membership.keeper import LEASE_S, RETRY_S, Keeper, Publish
-from tokenlake_server.membership.stored import (
-    Registration,
-    change,
-    encode_ring,
-    node_key,
-    parse,
-    prefix_of,
-    ring_key,
-)
+from tokenlake_server.membership.stored import Registration, change, encode_ring, node_key, parse, prefix_of, ring_key
 from tokenlake_testing.etcd import EtcdServers, TlsFiles, etcd_version
 from tokenlake_testing.ports import reserve_port
 
@@ -374,10 +354,7 @@ async def test_lost_leases_and_compaction_change_no_ring(etcd: EtcdServers) -> N
             await until(lambda: a.names == c.names == ["a", "b", "c"])
         assert {
             tuple(sorted(each.record.members)) for each in a.reported if each.record.epoch >= former.record.epoch
-        } == {
-            ("a", "b"),
-            ("a", "b", "c"),
-        }
+        } == {("a", "b"), ("a", "b", "c")}
 
 
 def post(servers: EtcdServers, path: str, body: Mapping[str, object]) -> Any:

@@ -37,10 +37,7 @@ def check(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
             assert len(lease.fetch(deadline_s=LIMIT_S)) == prompt.segments
         assert logged([reader], "'the match': a Match")
         assert logged([reader], "'the match': a Fetch")
-        for nodes, text in (
-            ([writer, third], "'the match': a Lookup"),
-            ([writer], "'the match': node1 pulls"),
-        ):
+        for nodes, text in (([writer, third], "'the match': a Lookup"), ([writer], "'the match': node1 pulls")):
             wait_until(lambda nodes=nodes, text=text: logged(nodes, text), text)  # type: ignore[misc]
         assert "'the match': match of 20 segments" in caplog.text
         with other.match([]) as unnamed:

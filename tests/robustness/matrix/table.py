@@ -173,7 +173,7 @@ CELLS = (
 MEANINGLESS = {
     "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "
     "one machine: a bit that flips there is a bit that flips in the engine. Malformed frames in both directions are "
-    "tested by `tests/server/test_noise.py` and `tests/rules/test_wire_messages.py`",
+    "tested by `tests/server/test_noise.py` and `tests/rules/test_wire_messages.py`"
 }
 """The reason why a cell has no scenario."""
 
@@ -207,26 +207,17 @@ FOUND = (
         "one array of an engine kept the memory of a whole region of a daemon that had ended",
         "test_arrays_outlive_the_memory_of_the_daemon",
     ),
-    (
-        "a forked child of an engine kept the memory of a daemon that had ended",
-        "test_a_forked_child_keeps_no_memory",
-    ),
+    ("a forked child of an engine kept the memory of a daemon that had ended", "test_a_forked_child_keeps_no_memory"),
     (
         "a tenant that truncated a file of `arena_directory` ended the daemon by SIGBUS; the setting is gone",
         "test_a_tenant_cannot_end_the_daemon_through_its_region",
     ),
-    (
-        "one frame of an engine kept all others waiting for a second",
-        "test_ranges_per_release_are_bounded",
-    ),
+    ("one frame of an engine kept all others waiting for a second", "test_ranges_per_release_are_bounded"),
     (
         "an engine with 208 KiB of unread answers was cut off when it opened a region",
         "test_an_engine_with_unread_answers_opens_a_region",
     ),
-    (
-        "one tenant could take all sessions",
-        "test_a_tenant_takes_its_part_of_the_sessions_only",
-    ),
+    ("one tenant could take all sessions", "test_a_tenant_takes_its_part_of_the_sessions_only"),
     (
         "connections without a Hello, unread answers and waiting matches took hundreds of MiB",
         "test_waiting_matches_are_bounded_in_bytes",
@@ -239,10 +230,7 @@ FOUND = (
         "a process in another PID namespace took over the leases of another process by guessing a small number",
         "test_no_process_takes_over_the_leases_of_another",
     ),
-    (
-        "silent connections to the port for peers kept a restarted node out",
-        "test_silent_connections_keep_no_peer_out",
-    ),
+    ("silent connections to the port for peers kept a restarted node out", "test_silent_connections_keep_no_peer_out"),
     (
         "one tenant's sessions, frames, huge queries or pipelined connections to the query engine ended the "
         "service of another tenant",
@@ -256,21 +244,12 @@ FOUND = (
         "segments that an operator evicted while a disk was full or set aside were found again",
         "test_evictions_wait_for_a_disk_that_is_aside",
     ),
-    (
-        "weights that were retired came back with the daemon's restart",
-        "test_retired_weights_do_not_return",
-    ),
+    ("weights that were retired came back with the daemon's restart", "test_retired_weights_do_not_return"),
     (
         "a full file system took all segments on disk away, and a daemon that started then did not open it",
         "test_a_full_device_is_opened_for_reads",
     ),
-    (
-        "one changed bit of the index lost all segments of a device",
-        "test_one_changed_bit_costs_no_segment",
-    ),
-    (
-        "each size of segments took 64 MiB of a device beyond its size",
-        "test_all_files_stay_within_the_limit",
-    ),
+    ("one changed bit of the index lost all segments of a device", "test_one_changed_bit_costs_no_segment"),
+    ("each size of segments took 64 MiB of a device beyond its size", "test_all_files_stay_within_the_limit"),
 )
 """(Defect, the test that shows it)."""

@@ -85,10 +85,7 @@ def test_another_cluster_or_authority(one: Scene, tmp_path: Path) -> None:
     other = authority(tmp_path / "same-ca")
     foreign = certificates(other, "stranger", "admin")
     # A CA that the daemon does not trust: the handshake fails.
-    with (
-        remote(one.address, "node0", foreign._replace(ca=one.ca / "ca.pem")) as control,
-        pytest.raises(Unreachable),
-    ):
+    with remote(one.address, "node0", foreign._replace(ca=one.ca / "ca.pem")) as control, pytest.raises(Unreachable):
         control.status()
     # A daemon of a CA that the caller does not trust.
     with (

@@ -8,16 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.robustness.live import (
-    LAYOUT,
-    Prompt,
-    daemons,
-    read,
-    store,
-    total,
-    wait_told,
-    wait_until,
-)
+from tests.robustness.live import LAYOUT, Prompt, daemons, read, store, total, wait_told, wait_until
 from tests.server.control.scene import local
 from tokenlake.errors import LimitReached, MembershipRefused, Refused
 from tokenlake.wire.funnel import MissReason

@@ -222,10 +222,7 @@ def test_messages_without_sense_are_refused(two: Cluster, control: Control) -> N
     crowd = pb.Fleet()
     crowd.CopyFrom(fleet)
     crowd.instances.update({str(number): "node0" for number in range(2000)})
-    large: list[tuple[Any, Any]] = [
-        (control.prefix_tree, many),
-        (control.report, pb.ReportRequest(fleet=crowd)),
-    ]
+    large: list[tuple[Any, Any]] = [(control.prefix_tree, many), (control.report, pb.ReportRequest(fleet=crowd))]
     for call, message in large:
         with pytest.raises(LimitReached):
             call(message)

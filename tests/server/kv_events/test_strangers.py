@@ -68,10 +68,7 @@ def test_a_reader_at_a_unix_socket(tmp_path: Path) -> None:
         node, router, prompts = cluster.nodes[0], Llmd(BLOCK), Prompts()
         path = node.socket.with_suffix(".kv")
         assert path.stat().st_mode & 0o777 == 0o660
-        with (
-            cluster.connect(0, LAYOUT) as pool,
-            Subscriber(f"ipc://{path}", f"ipc://{tmp_path}/replay", router.take),
-        ):
+        with cluster.connect(0, LAYOUT) as pool, Subscriber(f"ipc://{path}", f"ipc://{tmp_path}/replay", router.take):
             store(pool, prompts.new())
             agree(node, stream, pool, router, prompts.all)
         users = ", ".join(map(str, sorted({0, os.getuid()})))
