@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, match, read, store, total, wait_told, wait_until
+from tests.robustness.live import LAYOUT, Prompt, read, store, total, wait_told, wait_until
 from tests.server import certified
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, node_names
@@ -136,21 +136,6 @@ def test_a_node_that_loses_power(three: World) -> None:
     three.all_connected()
     with three.cluster.connect(1, LAYOUT) as pool:
         assert read(pool, three.prompts[0]) == SEGMENTS
-
-
-def test_a_slow_link(three: World) -> None:
-    """A fetch over the slow link ends in time, with right bytes or fewer of them."""
-    three.network.limit("node0", "4mbit")
-    with match(three.pools[0], three.prompts[1], PATIENT_S) as lease:
-        began = time.monotonic()
-        arrays = lease.fetch(deadline_s=PATIENT_S)
-        assert time.monotonic() - began < LONG_S
-        assert three.prompts[1].wrong(arrays) == 0
-        del arrays
-    three.store_and_compare(0, 30)
-    three.network.unlimit("node0")
-    three.all_connected()
-    three.found_by_all()
 
 
 def test_a_node_loses_its_address(three: World) -> None:

@@ -146,13 +146,6 @@ def test_one_path_of_two_that_fails(backlog: int, main: bool, caplog: pytest.Log
         assert [record.getMessage().count("leaves the path") for record in caplog.records] == [1]
 
 
-def test_two_paths_that_fail() -> None:
-    with silent(0) as one, silent(64) as other, receiver({"x": one}, other) as rules:
-        for fetch in range(3):
-            rules.start(fetch, "x", answer_s=0.1)
-            assert rules.wait(fetch) == [False]
-
-
 def deliver_nothing(listener: socket.socket) -> socket.socket:
     """Answer one fetch of a node, which has none of the segments. The connection, which stays open."""
     sock, _ = listener.accept()

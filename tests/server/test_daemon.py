@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,90 +14,22 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT_S,
-    SEGMENT_TOKENS,
     EngineProcess,
     Prompt,
     daemons,
     match,
     read,
     store,
-    total,
-    wait_told,
-    wait_until,
 )
 from tokenlake.config import load_config
-from tokenlake.wire import Code, engine
+from tokenlake.wire import engine
 from tokenlake.wire.slots import SlotRef
 from tokenlake_server.engines.arena import Arena, Region
 from tokenlake_server.start.daemon import Daemon
 from tokenlake_server.start.running import run
-from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.event_log import replay
 
 pytestmark = pytest.mark.live
-
-COUNTED = ("asked", "local", "fetched", "missed")
-
-
-def missed(cluster: Cluster, reason: str) -> float:
-    """Segments that were missed for a reason."""
-    found = (node.metrics().items() for node in cluster.nodes)
-    name = f'reason="{reason}"'
-    return sum(value for page in found for key, value in page if "_missed_" in key and name in key) / SEGMENT_TOKENS
-
-
-def tokens(node: Node, name: str) -> float:
-    if name in ("local", "fetched"):
-        return node.metrics()[f'tokenlake_supplied_tokens_total{{source="{name}",tenant="default"}}']
-    return total(node, f"tokenlake_{name}_tokens_total")
-
-
-def test_the_token_counters_add_up() -> None:
-    """Compared with counts of the test, from the codes that the client received."""
-    draw = random.Random(11)
-    prompts = [Prompt(seed, 6) for seed in range(20)]
-    with daemons(3) as cluster:
-        pools = [cluster.connect(number, LAYOUT) for number in range(3)]
-        counts = [dict.fromkeys(COUNTED, 0) for _ in pools]
-        waits = skipped = 0
-        for step in range(150):
-            at = draw.randrange(3)
-            pool, count, prompt = pools[at], counts[at], draw.choice(prompts)
-            keys = pool.prefix(prompt.tokens).keys
-            writing = pool.store(keys) if step % 10 == 3 else None
-            with pool.match(keys, deadline_s=PATIENT_S) as lease:
-                count["asked"] += len(keys)
-                local = lease.local_hits
-                remote = lease.hits - lease.local_hits
-                pending = lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING
-                waits += pending
-                count["missed"] += len(keys) - lease.hits
-                if draw.random() < 0.3:
-                    skipped += lease.hits
-                    count["missed"] += lease.hits
-                else:
-                    arrays = lease.fetch(deadline_s=LIMIT_S)
-                    assert prompt.wrong(arrays) == 0
-                    assert len(arrays) == lease.hits
-                    count["local"] += local
-                    count["fetched"] += remote
-                    del arrays
-            if writing is not None:
-                writing.abort()
-            store(pool, prompt)
-            wait_told(cluster)
-        for pool in pools:
-            pool.close()
-        for node, count in zip(cluster.nodes, counts, strict=True):
-            wait_until(lambda node=node: total(node, "tokenlake_processes") == 0, "closed")  # type: ignore[misc]
-            seen = {name: tokens(node, name) / SEGMENT_TOKENS for name in COUNTED}
-            assert seen == count
-            assert seen["asked"] == sum(seen[name] for name in COUNTED[1:])
-        assert sum(count["fetched"] for count in counts) > 50
-        assert waits > 0
-        assert missed(cluster, "pending") >= waits
-        assert missed(cluster, "skipped") == skipped > 0
 
 
 def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
 from tests.server.scene import OF_THIS_USER, RED, tenants
-from tokenlake.errors import CredentialRefused, DeadlinePassed
+from tokenlake.errors import CredentialRefused
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
 from tokenlake_operator.explain import ask
@@ -128,13 +128,3 @@ def test_a_name_controls_no_terminal(cluster: Cluster) -> None:
         for text in (one.stdout, both.stderr):
             assert r"\x1b]0;title\x07\x9b31m-1" in text
             assert not {"\x1b", "\x07", "\x9b"} & set(text)
-
-
-def test_a_frozen_daemon_costs_a_deadline(cluster: Cluster) -> None:
-    node = cluster.nodes[2]
-    node.freeze()
-    try:
-        with pytest.raises(DeadlinePassed, match="did not answer within"):
-            ask(node.socket, "r", RED)
-    finally:
-        node.thaw()

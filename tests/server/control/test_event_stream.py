@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store
-from tests.server.control.scene import certificates, local, raw, remote, served
+from tests.server.control.scene import certificates, local, remote, served
 from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
@@ -115,33 +113,6 @@ def test_a_cursor_that_cannot_be_continued(one: Cluster, control: Control) -> No
     ):
         with pytest.raises(CursorLost, match="take a snapshot"):
             next(control.events(wrong))
-
-
-def test_a_cursor_that_is_too_old_is_told_to_take_a_snapshot(tmp_path: Path) -> None:
-    """The log keeps 65,536 changes."""
-    with (
-        daemons(1, memory="1MiB", region_size="1MiB", cached_share="0.1") as cluster,
-        local(cluster.nodes[0]) as control,
-        raw(cluster.nodes[0]) as channel,
-        cluster.connect(0, LAYOUT) as pool,
-    ):
-        old = next(control.events()).cursor
-        # This one is not read meanwhile.
-        slow = channel.unary_stream("/tokenlake.v1.Events/Subscribe")(b"", timeout=120)
-        next(slow)
-        prompt = Prompt(5, 60)
-        newest = old.sequence
-        while newest < 70_000:
-            store(pool, prompt)
-            control.evict(everything=True)
-            newest = next(control.events()).cursor.sequence
-        with pytest.raises(CursorLost, match="take a snapshot"):
-            next(control.events(old))
-        with pytest.raises(grpc.RpcError) as caught:
-            for _ in slow:
-                pass
-        error: Any = caught.value
-        assert error.code() is grpc.StatusCode.OUT_OF_RANGE or "took nothing" in error.details()
 
 
 def test_a_reader_sees_its_own_tenant_only(tmp_path: Path) -> None:

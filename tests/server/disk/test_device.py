@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,13 +29,27 @@ LOCAL, LOST, COMMITTED, BAD = Code.LOCAL, Code.LOST, Code.COMMITTED, Code.BAD_CH
 SEGMENTS = [entry(number, number) for number in range(5)]
 
 
-def small(medium: Medium) -> MediumFiles:
-    return MediumFiles(medium)
-
-
 def recovered(scene: Scene) -> list[Place]:
     scene.wait(events.DiskRecovered)
     return [place for found in scene.of(events.DiskFound) for place in unpack_places(found.places)]
+
+
+@contextmanager
+def on(medium: Medium, *, write: bool = True, orders: StandingOrders | None = None) -> Iterator[Scene]:
+    """A device on this medium that serves; `write`: it has written SEGMENTS."""
+    with served(lambda: MediumFiles(medium), orders=orders) as scene:
+        scene.wait(events.DiskRecovered)
+        if write:
+            scene.written(SEGMENTS)
+        yield scene
+
+
+@contextmanager
+def troubled(*, write: bool = True, orders: StandingOrders | None = None) -> Iterator[tuple[Scene, Trouble]]:
+    """The same on a medium of its own, of which things may go wrong."""
+    trouble = Trouble(Medium())
+    with on(trouble.medium, write=write, orders=orders) as scene:
+        yield scene, trouble
 
 
 @pytest.mark.parametrize("keys", [DiskKeys(), DiskKeys([b"k" * 32])])
@@ -57,7 +73,7 @@ def test_segments_come_back_after_a_restart(tmp_path: Path, keys: DiskKeys, slot
 def test_the_events_of_a_start_come_in_order() -> None:
     medium = Medium()
     for _ in range(2):
-        with served(lambda: small(medium)) as scene:
+        with served(lambda: MediumFiles(medium)) as scene:
             scene.wait(events.DiskRecovered)
             kinds = [type(event) for event in scene.seen]
             (ready,) = scene.of(events.DiskReady)
@@ -67,9 +83,7 @@ def test_the_events_of_a_start_come_in_order() -> None:
 
 
 def test_a_place_with_another_segment_is_a_miss() -> None:
-    with served(lambda: small(Medium())) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(Medium()) as scene:
         wrong = [SEGMENTS[0], entry(1, 1, generation=7), entry(9, 2), SEGMENTS[3]]
         assert scene.read(wrong) == bytes([LOCAL, BAD, BAD, LOCAL])
         assert scene.device.state.mismatches == 2
@@ -78,7 +92,7 @@ def test_a_place_with_another_segment_is_a_miss() -> None:
 def test_the_capacity_is_the_limit_or_the_free_space() -> None:
     gib = 1 << 30
     for limit, capacity in ((3 * gib, 3 * gib - OWN_BYTES), (20 * gib, 10 * gib - (64 << 20))):
-        with served(lambda: small(Medium(10 * gib)), limit=limit) as scene:
+        with served(lambda: MediumFiles(Medium(10 * gib)), limit=limit) as scene:
             assert scene.wait(events.DiskReady).capacity_bytes == pytest.approx(capacity, abs=10_000)
 
 
@@ -86,9 +100,7 @@ def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
     medium = Medium()
     trouble = Trouble(medium)
     again = entry(12, 2, generation=2)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(medium) as scene:
         # The thread of the index is busy with this write, so that it carries the trim out late.
         trouble.hang("sync")
         scene.write([entry(9, 0, tenant="other")])
@@ -104,7 +116,7 @@ def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
         assert scene.read([again]) == bytes([LOCAL])
         assert scene.read(SEGMENTS[:2]) == bytes([LOCAL]) * 2
     assert len(slab.content) == 4096 + 3 * 8192
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         recovered(scene)
         assert scene.read([again]) == bytes([LOCAL])
 
@@ -116,6 +128,7 @@ class Trouble:
     """What goes wrong on a medium."""
 
     def __init__(self, medium: Medium) -> None:
+        self.medium = medium
         self.error: int | None = None
         self.operations: tuple[str, ...] = ("read", "write", "sync", "size", "create")
         self.slabs_only = True
@@ -140,11 +153,7 @@ class Trouble:
 
 
 def test_one_unreadable_segment_is_lost_and_the_device_stays() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.error = errno.EIO
         assert scene.read(SEGMENTS[:1]) == bytes([LOST])
         trouble.error = None
@@ -155,11 +164,7 @@ def test_one_unreadable_segment_is_lost_and_the_device_stays() -> None:
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.EROFS])
 def test_read_errors_set_the_device_aside_until_a_check_succeeds(error: int) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.error, trouble.slabs_only = error, False
         assert scene.read(SEGMENTS) == bytes([LOST]) * 5
         assert os.strerror(error) in scene.wait(events.DiskGone).reason
@@ -174,10 +179,7 @@ def test_read_errors_set_the_device_aside_until_a_check_succeeds(error: int) -> 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_a_failed_write_commits_nothing(operation: str) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
+    with troubled(write=False) as (scene, trouble):
         trouble.error, trouble.operations = errno.EIO, (operation,)
         assert scene.written(SEGMENTS) == bytes([LOST]) * 5
         trouble.error = None
@@ -188,10 +190,7 @@ def test_a_failed_write_commits_nothing(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", ["read", "write", "sync"])
 def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
+    with troubled(write=False) as (scene, trouble):
         scene.written(SEGMENTS[:1])
         trouble.hang(operation)
         reads = [scene.start_read(SEGMENTS[:1], 100 + at) for at in range(12)] if operation == "read" else []
@@ -209,10 +208,7 @@ def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
 
 
 def test_the_state_does_not_wait_for_a_device_that_hangs() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene, ThreadPoolExecutor(1) as pool:
-        scene.wait(events.DiskRecovered)
+    with troubled(write=False) as (scene, trouble), ThreadPoolExecutor(1) as pool:
         trouble.hang("size")
         scene.write(SEGMENTS)
         wait_until(lambda: bool(trouble.hung), "a slab grows")
@@ -236,7 +232,7 @@ def test_a_device_is_gone_before_the_reads_that_it_loses() -> None:
     log = logging.getLogger("tokenlake_server.disk.device")
     log.addFilter(pause)
     try:
-        with served(lambda: small(medium)) as scene:
+        with served(lambda: MediumFiles(medium)) as scene:
             scene.wait(events.DiskRecovered)
             scene.written(SEGMENTS)
             trouble.error = errno.ENODEV
@@ -254,7 +250,7 @@ def test_a_device_is_gone_before_the_reads_that_it_loses() -> None:
 
 def test_a_full_device_keeps_its_segments() -> None:
     medium = Medium(200 << 20)
-    with served(lambda: small(medium), limit=150 << 20) as scene:
+    with served(lambda: MediumFiles(medium), limit=150 << 20) as scene:
         scene.wait(events.DiskRecovered)
         assert scene.written(SEGMENTS) == bytes([COMMITTED]) * 5
         trouble = Trouble(medium)
@@ -276,12 +272,11 @@ def test_a_full_device_keeps_its_segments() -> None:
 def test_a_full_device_is_opened_for_reads(operations: tuple[str, ...]) -> None:
     """Some file systems need space also to write what a file has already."""
     medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(medium):
+        pass
     trouble = Trouble(medium)
     trouble.error, trouble.slabs_only, trouble.operations = errno.ENOSPC, False, operations
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         assert len(recovered(scene)) == 5
         assert scene.device.state.problem[:5] == "full:"
         assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
@@ -324,11 +319,7 @@ def orders_at(path: Path) -> StandingOrders:
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_an_erasure_that_fails_says_so(operation: str) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.error, trouble.operations = errno.EIO, (operation,)
         assert scene.erased(SEGMENTS) == bytes([LOST]) * 5
         trouble.error = None
@@ -336,25 +327,19 @@ def test_an_erasure_that_fails_says_so(operation: str) -> None:
 
 def test_segments_are_erased_where_there_is_no_space() -> None:
     medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(medium) as scene:
         medium.nbytes = 0
         assert scene.erased(SEGMENTS[:3]) == bytes([COMMITTED]) * 3
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         assert len(recovered(scene)) == 2
 
 
 @pytest.mark.parametrize("keys", [(), (0, 1, 2)])
 async def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...], tmp_path: Path) -> None:
     """Nothing is found before they are carried out, by a later daemon too."""
-    medium = Medium()
-    trouble = Trouble(medium)
     orders = orders_at(tmp_path / "orders")
     drop = Drop("default", 0, b"".join(SEGMENTS[at].key for at in keys))
-    with served(lambda: small(medium), orders=orders) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled(orders=orders) as (scene, trouble):
         trouble.error = errno.EROFS
         scene.read(SEGMENTS)
         scene.wait(events.DiskGone)
@@ -363,7 +348,7 @@ async def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...
     await orders.save()
     trouble.operations = ("write", "size", "sync", "remove")
     orders = orders_at(tmp_path / "orders")
-    with served(lambda: small(medium), orders=orders) as scene:
+    with served(lambda: MediumFiles(trouble.medium), orders=orders) as scene:
         wait_until(lambda: bool(scene.device.state.problem), "a problem")
         assert not scene.of(events.DiskFound)
         trouble.error = None
@@ -372,11 +357,8 @@ async def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...
 
 
 def test_removals_set_a_device_in_use_aside(tmp_path: Path) -> None:
-    medium = Medium()
     orders = orders_at(tmp_path / "orders")
-    with served(lambda: small(medium), orders=orders) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(Medium(), orders=orders) as scene:
         orders.drop("/disk", Drop("default"))
         assert scene.device.remove() == ""
         scene.wait(events.DiskGone)
@@ -389,7 +371,7 @@ def test_a_device_that_cannot_be_opened_is_tried_again() -> None:
     medium = Medium()
     trouble = Trouble(medium)
     trouble.error, trouble.slabs_only = errno.EIO, False
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         wait_until(lambda: bool(scene.device.state.problem), "a problem")
         assert not scene.seen
         assert scene.written(SEGMENTS) == bytes([LOST]) * 5
@@ -399,11 +381,7 @@ def test_a_device_that_cannot_be_opened_is_tried_again() -> None:
 
 
 def test_an_aborted_read_ends_soon() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.hanging.clear()
         busy = [scene.start_read(SEGMENTS[:2], 100 + 2 * at) for at in range(2)]
         waiting = scene.start_read(SEGMENTS, 200)
@@ -422,7 +400,7 @@ def test_no_thread_of_a_device_that_hangs_keeps_the_process() -> None:
     trouble.hang("write")
     # Python waits at its end for threads that are not daemons.
     before = {thread for thread in threading.enumerate() if not thread.daemon}
-    with served(lambda: small(medium)):
+    with served(lambda: MediumFiles(medium)):
         wait_until(lambda: bool(trouble.hung), "the check writes")
         waited = {thread for thread in threading.enumerate() if not thread.daemon}
         trouble.hanging.set()

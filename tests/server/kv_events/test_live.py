@@ -192,27 +192,6 @@ def test_segments_that_are_read_back_from_disk(tmp_path: Path) -> None:
             assert total(node, "tokenlake_kv_event_without_tokens") == 0
 
 
-def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:
-    """Segments of another model, and engines that the daemon does not ask for tokens."""
-    with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
-        assert pool.link.published == (MODEL,)
-        prompts, seen = Prompts(), bytearray()
-
-        def take(topic: bytes, payload: bytes) -> None:
-            seen.extend(payload)
-
-        with Subscriber(*stream.endpoints, take) as subscriber:
-            assert store(pool, prompts.new(), "another model")
-            assert pool.engine.contents(pool.prefix(), [], range(0), "another model") == ()
-            store(pool, prompts.new())
-            until(True, lambda: b"BlockStored" in seen)
-            subscriber.quiet(lambda: None)
-        page = cluster.nodes[0].metrics()
-        labels = f'{{model="{MODEL}",tenant="default"}}'
-        assert page[f"tokenlake_kv_event_segments{labels}"] == len(prompts.all[1]) // LAYOUT.segment_tokens
-        assert page[f"tokenlake_kv_event_without_tokens{labels}"] > 0
-
-
 def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None:
     """Connections that read nothing, malformed requests and frames: memory is bounded, others are served."""
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
@@ -260,30 +239,63 @@ def resident(pid: int) -> int:
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGESIZE")
 
 
+class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Stored | Cleared]
+    data_parallel_rank: int | None = None
+
+
 def test_the_replay_socket_answers_as_that_of_vllm() -> None:
+    """With messages that vLLM decodes. Only segments of the model that is opted in are published."""
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
+        assert pool.link.published == (MODEL,)
+        assert pool.engine.contents(pool.prefix(), [], range(0), "another model") == ()
         prompts = Prompts()
-        fill_pool(pool, prompts, 30)
-        context = zmq.Context()
-        asking = context.socket(zmq.DEALER)
-        asking.connect(stream.endpoints[1])
-        asking.send_multipart([b"", bytes(8)])
-        found = []
-        while (frames := asking_frames(asking))[-1]:
-            found.append(frames)
+        assert store(pool, prompts.new(), "another model")
+        tokens = Prompts(2).new()
+        store(pool, tokens)
+        labels = f'{{model="{MODEL}",tenant="default"}}'
+        published = len(tokens) // LAYOUT.segment_tokens
+        until(published, lambda: cluster.nodes[0].metrics()[f"tokenlake_kv_event_segments{labels}"])
+        assert cluster.nodes[0].metrics()[f"tokenlake_kv_event_without_tokens{labels}"] > 0
+
+        def replayed() -> list[list[bytes]]:
+            found = []
+            with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+                asking.setsockopt(zmq.LINGER, 0)
+                asking.connect(stream.endpoints[1])
+                asking.send_multipart([b"", bytes(8)])
+                while not found or found[-1][-1]:
+                    assert asking.poll(int(LIMIT_S * 1000))
+                    empty, *frames = asking.recv_multipart()
+                    assert empty == b""
+                    found.append(frames)
+            return found
+
+        until(True, lambda: any(b"BlockStored" in frames[-1] for frames in replayed()))
+        *found, end = replayed()
         numbers = [int.from_bytes(word, "big") for _, word, _ in found]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert {topic for topic, _, _ in found} == {stream.topic.encode()}
         assert events_of(found[0][2])[0] == {"type": "AllBlocksCleared"}
-        assert int.from_bytes(frames[1], "big", signed=True) == -1
-        context.destroy(linger=0)
-
-
-def asking_frames(asking: zmq.Socket[bytes]) -> list[bytes]:
-    assert asking.poll(int(LIMIT_S * 1000))
-    empty, *frames = asking.recv_multipart()
-    assert empty == b""
-    return frames
+        assert int.from_bytes(end[1], "big", signed=True) == -1
+        events = [event for each in found for event in msgspec.msgpack.decode(each[2], type=Batch).events]
+        stored = {each.block_hashes[0]: each for each in events if isinstance(each, Stored)}
+        assert [token for each in stored.values() for token in each.token_ids] == tokens
 
 
 def test_two_streams_of_one_tenant_and_addresses_that_are_taken(tmp_path: Path) -> None:
@@ -305,38 +317,6 @@ def test_two_streams_of_one_tenant_and_addresses_that_are_taken(tmp_path: Path) 
         assert second.process is not None
         assert second.process.wait(LIMIT_S)
         assert "'kv_events'" in second.log.read_text()
-
-
-class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
-    pass
-
-
-class Batch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[Stored | Cleared]
-    data_parallel_rank: int | None = None
-
-
-def test_a_message_is_one_that_vllm_decodes() -> None:
-    with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
-        payloads: list[bytes] = []
-        tokens = Prompts().new()
-        with Subscriber(*stream.endpoints, lambda _, payload: payloads.append(payload)):
-            store(pool, tokens)
-            until(True, lambda: any(b"BlockStored" in each for each in payloads))
-        events = [event for each in payloads for event in msgspec.msgpack.decode(each, type=Batch).events]
-        stored = {each.block_hashes[0]: each for each in events if isinstance(each, Stored)}
-        assert [token for each in stored.values() for token in each.token_ids] == tokens
 
 
 def seen(node: Node) -> tuple[int, list[str]]:

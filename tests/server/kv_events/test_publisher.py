@@ -13,6 +13,7 @@ import zmq
 
 from tests.robustness.live import wait_until
 from tests.server.kv_events.scene import MODEL, Stream
+from tests.server.scene import tenants_text
 from tokenlake.config import ServerConfig, load_config
 from tokenlake.config.values import KvEventStream
 from tokenlake.core import NodeCore
@@ -35,14 +36,14 @@ from tokenlake_server.start.daemon import core_config
 CONTENT = bytes(MAX_INBOX_BYTES // 2 + 1)
 
 
-def settings(stream: Stream) -> ServerConfig:
-    text = f'memory = "1MiB"\n{stream.toml()}'
+def settings(tables: str) -> ServerConfig:
+    text = f'memory = "1MiB"\n{tables}'
     return load_config(toml_text=text, environ={}, flags={"node": "a", "listen": "127.0.0.1:0"}, uid=0).config
 
 
 @contextlib.asynccontextmanager
 async def published(stream: Stream, config: ServerConfig | None = None) -> AsyncIterator[KvEvents]:
-    config, loop, thread = config or settings(stream), asyncio.get_running_loop(), AdminThread()
+    config, loop, thread = config or settings(stream.toml()), asyncio.get_running_loop(), AdminThread()
     driver = Driver(NodeCore(core_config(config, 1)), loop, lambda event, error: None)
     made = KvEvents(config, thread, loop, driver)
     try:
@@ -73,12 +74,7 @@ async def test_dropped_contents(caplog: pytest.LogCaptureFixture) -> None:
 async def test_contents_of_one_tenant_leave_room_for_others() -> None:
     """Many short contents count with what they take beside their bytes."""
     red, blue = Stream("a"), Stream("a")
-    tenants = "".join(
-        f'[[tenants]]\nname = "{name}"\nsecret = "{secret * 32}"\ntokens = ["{name}-token-0123456789"]\n'
-        for name, secret in (("red", "aa"), ("blue", "bb"))
-    )
-    text = f'memory = "1MiB"\n{tenants}{red.toml(tenant="red")}{blue.toml(tenant="blue")}'
-    config = load_config(toml_text=text, environ={}, flags={"node": "a", "listen": "127.0.0.1:0"}, uid=0).config
+    config = settings(tenants_text() + red.toml(tenant="red") + blue.toml(tenant="blue"))
     keys = [SegmentKey(number.to_bytes(32, "big")) for number in range(1024)]
 
     async with published(red, config) as events:
