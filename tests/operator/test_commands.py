@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -287,51 +286,6 @@ def test_explain_as_the_operator(two: Cluster) -> None:
     assert run(explain, "nothing", "--tenant", "default", *at(two)).exit_code == 1
     empty = run(explain, "", *at(two))
     assert (empty.exit_code, "REQUEST_ID is empty" in empty.stderr) == (2, True)
-
-
-def test_names_control_no_terminal(two: Cluster) -> None:
-    with two.connect(0, LAYOUT) as pool:
-        for number in range(3):
-            name = f"\x1b]0;title\x07-{number}"
-            pool.match(pool.prefix(Prompt(50, 1).tokens).keys, MatchOptions(request=name)).release()
-    shown = run(top, "--once", "--interval", "0.2", *at(two)).stdout
-    assert not {"\x1b", "\x07"} & set(shown)
-
-
-def test_a_terminal_gets_one_screen_that_is_refreshed(two: Cluster) -> None:
-    """In a pseudo-terminal `top` uses the other screen, draws more than once, and leaves at Ctrl-C."""
-    import pty
-
-    main, child = pty.openpty()
-    words = ["from tokenlake_operator.top import top; top()", "--interval", "0.2", *at(two)]
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", *words], stdin=child, stdout=child, stderr=child, env=environ
-        ) as process,
-        ExitStack() as stack,
-    ):
-        stack.callback(process.kill)
-        os.close(child)
-        drawn = b""
-        until = time.monotonic() + 30
-        while drawn.count(b"hot prefixes") < 3:
-            assert time.monotonic() < until, drawn
-            drawn += os.read(main, 65536)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                more = os.read(main, 65536)
-            except OSError:
-                break
-            if not more:
-                break
-            drawn += more
-        assert process.wait(10) == 0, drawn[-2000:]
-    os.close(main)
-    assert b"\x1b[?1049h" in drawn
-    assert b"\x1b[?1049l" in drawn
-    assert b"Traceback" not in drawn
 
 
 def test_members_of_a_file_and_of_the_defaults(tmp_path: Path) -> None:

@@ -117,27 +117,6 @@ def test_a_partition_of_two_nodes(three: World, both: bool) -> None:
     three.found_by_all()
 
 
-def test_a_node_that_loses_power(three: World) -> None:
-    """No packet of it comes or goes, and nothing ends its connections: the others notice, drop the connections, and
-    connect again to the process that takes its place."""
-    for other in ("node0", "node2"):
-        three.network.drop(other, "node1")
-        three.network.drop("node1", other)
-    three.cluster.nodes[1].kill()
-    for reader in (0, 2):
-        three.read(reader, 1)
-        three.store_and_compare(reader, 20 + reader)
-        three.found(reader, 2 - reader)
-    wait_until(lambda: three.connected(0, 1) and three.connected(2, 1), "the connections of the dead node have ended")
-    for other in ("node0", "node2"):
-        three.network.forward(other, "node1")
-        three.network.forward("node1", other)
-    three.cluster.nodes[1].start()
-    three.all_connected()
-    with three.cluster.connect(1, LAYOUT) as pool:
-        assert read(pool, three.prompts[0]) == SEGMENTS
-
-
 def test_a_node_loses_its_address(three: World) -> None:
     three.network.lose_address("node1")
     three.store_and_compare(1, 40)

@@ -176,22 +176,6 @@ def test_a_tenant_at_its_quota(tmp_path: Path) -> None:
     names(tmp_path, scrapes, AT_QUOTA, "tenant", ['tenant="red"'])
 
 
-def test_memory_that_is_too_small(tmp_path: Path) -> None:
-    few, many = prompts(1, 4), prompts(2, 120)
-    with daemons(1) as cluster, cluster.connect(0, LAYOUT) as pool:
-        for prompt in few:
-            store(pool, prompt)
-        scrapes = [scrape(cluster.nodes)]
-        again(pool, few)
-        scrapes.append(scrape(cluster.nodes))
-        for prompt in many:
-            store(pool, prompt)
-        again(pool, few + many, missing=True)
-        scrapes.append(scrape(cluster.nodes))
-    names(tmp_path, scrapes, GREW, "cause", ['cause="evicted"'])
-    names(tmp_path, scrapes, AT_QUOTA, "tenant", [])
-
-
 def test_weights_that_changed(tmp_path: Path) -> None:
     layout: Layout = msgspec.structs.replace(LAYOUT, weights_digest="01")
     old = prompts(1)

@@ -19,26 +19,6 @@ from tokenlake_testing.cluster import Cluster, Node
 pytestmark = pytest.mark.live
 
 
-def test_layouts_that_cannot_be_served(node: Node) -> None:
-    plain = msgspec.msgpack.decode(LAYOUT.encode())
-
-    def changed(name: str, value: object) -> bytes:
-        pairs = [[field, value if field == name else former] for field, former in plain[1]]
-        return msgspec.msgpack.encode([plain[0], pairs])
-
-    for name, value in (("dtype", "int3"), ("attention", "linear"), ("layers", 0)):
-        failed = refusal(node.socket, hello(layout=changed(name, value)))
-        assert failed.kind == "LayoutRefused"
-        assert name in failed.reason
-    failed = refusal(node.socket, hello(layout=msgspec.msgpack.encode([1, [*plain[1], ["twist", 1]]])))
-    assert "twist" in failed.reason
-    failed = refusal(node.socket, hello(layout=b"\xc1 nonsense"))
-    assert failed.kind == "LayoutRefused"
-    large = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 1000}))
-    with pytest.raises(LimitReached, match="raise its setting 'memory'"):
-        Pool.connect(node.socket, large, deadlines=PATIENT)
-
-
 def test_another_layout_in_the_same_session(node: Node, cluster: Cluster) -> None:
     other = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 3}))
     with cluster.connect(0, LAYOUT) as pool:

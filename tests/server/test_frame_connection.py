@@ -103,15 +103,6 @@ async def test_a_slice_handles_a_few_of_many_frames() -> None:
     assert 0 < await most_between_callbacks(body, handle, FRAMES) <= PER_SLICE + 1
 
 
-async def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
-    def handle(steps: list[int]) -> Iterator[None]:
-        for _ in range(50):
-            steps.append(1)
-            yield
-
-    assert 0 < await most_between_callbacks(frame(b"x") * 4, handle, 200) <= PER_SLICE + 1
-
-
 async def test_frames_stay_in_order() -> None:
     """Frames stay in order when the work on one takes several slices."""
     handled: list[tuple[bytes, int]] = []

@@ -35,13 +35,6 @@ def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose
     assert dialler.incarnation == B.incarnation
 
 
-def test_both_sides_learn_the_location_of_the_other() -> None:
-    dialler, acceptor = half_way(replace(A, location="rack-1"), replace(B, location="rack-2/nvlink-1"))
-    assert dialler.location == ""
-    acceptor.check(dialler.answer(acceptor.challenge))
-    assert (dialler.location, acceptor.hello.location) == ("rack-2/nvlink-1", "rack-1")
-
-
 @pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()], ids=["another", "none"])
 def test_another_secret_is_refused(other: Secret) -> None:
     dialler, acceptor = half_way(replace(A, secrets=(other,)))

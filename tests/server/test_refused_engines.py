@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, store, wait_until
-from tests.server.control.scene import certificates, local, remote, served
+from tests.server.control.scene import local
 from tests.server.raw import Raw, hello, refusal
-from tests.server.scene import OF_THIS_USER, RED, tenants
+from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.keys import probe
 from tokenlake.metrics import Counters
 from tokenlake.wire import PROTOCOL_VERSION, Code, engine
@@ -157,20 +157,6 @@ def test_an_engine_leaves_the_list_with_its_process(node: Node) -> None:
         assert without_pool(node)[0].pid == process.pid
         process.stdin.close()
     wait_shown(node, [])
-
-
-@pytest.mark.live
-def test_a_caller_sees_its_own_tenant_only(tmp_path: Path) -> None:
-    file = tenants(tmp_path, blue=OF_THIS_USER)
-    cluster = Cluster(1, "4MiB", "1MiB", config=file)
-    (address,) = served(cluster).values()
-    ca = cluster.directory / "ca"
-    with cluster:
-        refusal(cluster.nodes[0].socket, hello(layout=b"nonsense", token=RED))
-        wait_shown(cluster.nodes[0], [("layout", 1)])
-        for tenant, count in (("red", 1), ("blue", 0)):
-            with remote(address, "node0", certificates(ca, f"for-{tenant}", "reader", tenant)) as control:
-                assert len(control.status().refused) == count
 
 
 @pytest.mark.live

@@ -13,11 +13,10 @@ from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, out
 from tests.server.raw import Raw
 from tests.server.scene import BLUE, RED, tenants, tenants_text
 from tokenlake.config import load_config
-from tokenlake.errors import CredentialRefused, LayoutRefused, Refused
+from tokenlake.errors import CredentialRefused, Refused
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
 from tokenlake_server.engines.tenants import Tenants
-from tokenlake_server.start.standing_orders import MAX_RETIRED
 
 pytestmark = pytest.mark.live
 
@@ -74,23 +73,6 @@ def test_a_caller_that_names_no_tenant_is_told_how() -> None:
     made = of(tenants_text())
     with pytest.raises(CredentialRefused, match="--tenant NAME"):
         made.of_caller("", None)
-
-
-def test_a_tenant_keeps_its_changed_weights(tmp_path: Path) -> None:
-    """Another tenant's weights change so often that the daemon forgets the first of its digests."""
-    pytest.importorskip("grpc")
-    from tests.server.control.scene import local
-
-    file = tenants(tmp_path)
-    with daemons(config=file) as cluster:
-        node = cluster.nodes[0]
-        with local(node) as control:
-            control.weights_changed(LAYOUT.weights_digest, "red")
-            for number in range(MAX_RETIRED + 1):
-                control.weights_changed(LAYOUT.weights_digest if not number else str(number), "blue")
-        with pytest.raises(LayoutRefused, match="changed in place"):
-            Pool.connect(node.socket, LAYOUT, RED, deadlines=PATIENT)
-        Pool.connect(node.socket, LAYOUT, BLUE, deadlines=PATIENT).close()
 
 
 def test_the_query_engine_needs_no_allowed_uid(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ class Proxy:
     only forwards, descriptors included."""
 
     def __init__(self, target: Address, at: Path | None = None, seed: int = 0) -> None:
-        self._target = target
+        self.target = target
+        """Connections that come while nothing listens there are closed."""
         self._draw = random.Random(seed)
         if at is None:
             self._listener = socket.create_server(("127.0.0.1", 0))
@@ -170,11 +171,11 @@ class Proxy:
             while True:
                 near, _ = self._listener.accept()
                 try:
-                    far = _connect(self._target)
+                    far = _connect(self.target)
                 except OSError:
                     near.close()
                     continue
-                if isinstance(self._target, tuple):
+                if isinstance(self.target, tuple):
                     for sock in (near, far):
                         # Without this option each small frame could wait 40 ms for an acknowledgement.
                         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

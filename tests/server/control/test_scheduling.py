@@ -13,7 +13,7 @@ from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, LimitReached, Refused
 from tokenlake.identity import NodeId
-from tokenlake.planner import Model, Rates, Request, Router, cache_load, gen_plans
+from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans
 from tokenlake_client import Pool
 from tokenlake_client.control import Control, ControlPlane, FleetRouter
 from tokenlake_proto.v1 import scheduling_pb2 as pb
@@ -139,29 +139,6 @@ def test_a_request_starts_where_its_prefix_lies_or_is_computed(two: Cluster, con
             second.prefilled(100 * number, 0, 0.01 * number)
         # Costs are seconds once the time of a prefill is known.
         assert second.where(ask(pool, fresh, "measured")).cost < 1.0
-
-
-def test_a_router_is_that_of_the_planner(two: Cluster, control: Control) -> None:
-    prompts = [Prompt(31 + number, 1 + number % 4) for number in range(12)]
-    with two.connect(0, LAYOUT) as pool:
-        here = Router(INSTANCES, SEGMENT_TOKENS, MODEL.segment_bytes)
-        there = FleetRouter(control, INSTANCES, MODEL, SEGMENT_TOKENS, "equal")
-        for number, prompt in enumerate(prompts):
-            request = ask(pool, prompt, str(number))
-            reply = control.start(
-                pb.GetStartRequest(
-                    fleet=there.message(),
-                    prompt=pb.Prompt(name=request.name, keys=b"".join(request.keys), tokens=request.tokens),
-                )
-            )
-            expected = {each.instance: each.cost for each in here.starts(request, {})}
-            assert {each.instance: each.cost for each in reply.starts} == pytest.approx(expected)
-            start = next(each for each in here.starts(request, {}) if each.instance == reply.chosen.instance)
-            here.sent(request, start)
-            there.sent(request, start)
-            if number % 3 == 2:
-                here.finished(str(number - 1))
-                there.finished(str(number - 1))
 
 
 def test_hints_arrive(two: Cluster, control: Control) -> None:

@@ -82,13 +82,6 @@ def test_the_events_of_a_start_come_in_order() -> None:
     assert kinds == [events.DiskReady, events.DiskFound, events.DiskRecovered]
 
 
-def test_a_place_with_another_segment_is_a_miss() -> None:
-    with on(Medium()) as scene:
-        wrong = [SEGMENTS[0], entry(1, 1, generation=7), entry(9, 2), SEGMENTS[3]]
-        assert scene.read(wrong) == bytes([LOCAL, BAD, BAD, LOCAL])
-        assert scene.device.state.mismatches == 2
-
-
 def test_the_capacity_is_the_limit_or_the_free_space() -> None:
     gib = 1 << 30
     for limit, capacity in ((3 * gib, 3 * gib - OWN_BYTES), (20 * gib, 10 * gib - (64 << 20))):

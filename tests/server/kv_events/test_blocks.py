@@ -106,19 +106,6 @@ def test_the_belief_equals_the_content_after_each_event(data: st.DataObject, enc
     assert not node.blocks.published
 
 
-def test_a_segment_is_published_once_the_one_before_it_is() -> None:
-    node = Node()
-    node.store((0, 0, 0))
-    node.store((0, 0))
-    assert node.blocks.published == 0
-    node.store((0,))
-    assert node.blocks.published == 3
-    node.evict((0,))
-    node.check()
-    node.store((0,))
-    node.check()
-
-
 def test_the_parent_is_the_last_block_of_the_segment_before() -> None:
     state = Blocks(MODEL, BLOCK, "EXTERNAL")
     chain = prompt([1, 2])
@@ -227,7 +214,6 @@ def test_changes_that_were_missed() -> None:
 
 
 def test_contents_that_never_become_ready_are_bounded() -> None:
-    """The contents of segments that never become ready are bounded."""
     state = Blocks(MODEL, BLOCK, "CPU", 10_000)
     chains = [prompt([number]) for number in range(100)]
     for number, chain in enumerate(chains):

@@ -151,7 +151,6 @@ def test_a_reader_that_comes_later() -> None:
 
 
 def test_copies_from_another_node_are_published() -> None:
-    """Copies from another node are published with their tokens."""
     with publishing(2) as (cluster, streams):
         routers = [Llmd(BLOCK) for _ in streams]
         prompts = Prompts()
