@@ -169,7 +169,11 @@ def test_the_pages_and_the_log_name_each_state(plain: Examined) -> None:
         assert reason in peers[name]["reason"]
     for line in ("peer z-dead: unreachable for 1", "peer z-lacks: refused for 1"):
         wait_until(lambda line=line: line in node.log.read_text(), line, WARN_S + 10)  # type: ignore[misc]
-    assert "peer z-other:" not in node.log.read_text()
+    log = node.log.read_text()
+    assert "peer z-other:" not in log
+    (line,) = [each for each in log.splitlines() if "'z-secret' did not prove to 'm'" in each]
+    assert "TOKENLAKE_CLUSTER_SECRET" in line
+    assert not any(secret * 8 in log for secret in ("ab", "cd", "aa", "bb"))
     assert json.loads(node.page("/ready")) == {"node": FIRST, "ready": True}
 
 

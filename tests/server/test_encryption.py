@@ -1,20 +1,35 @@
-"""Nodes with certificates: they connect encrypted, and refuse others by name, on both sides."""
+"""Nodes with certificates: they connect encrypted, also many at once, and refuse others by name, on both sides."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_told, wait_until
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    Prompt,
+    daemons,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_told,
+    wait_until,
+)
 from tests.server.certified import authority, files, nodes
 from tests.server.raw import Raw, peer_address
 from tokenlake.wire import Code, peer
 from tokenlake_client import Pool
 from tokenlake_server.ca import issue
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -204,3 +219,38 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             assert node.process is not None
             assert node.process.wait(60) == 1
             assert expected in node.log.read_text(), node.log.read_text()
+
+
+HANDSHAKES = 100
+SOURCES = 4
+"""Addresses from which they come: the unfinished handshakes of one are limited."""
+
+
+def serves(node: Node) -> bool:
+    try:
+        return bool(node.page("/health"))
+    except OSError:
+        return False
+
+
+def test_no_callback_takes_as_long_as_a_handshake(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    with daemons(0) as cluster:
+        [node] = nodes(cluster, {"a": files(ca, "a")})
+        wait_until(lambda: serves(node), "it serves")
+        own = files(ca, "b")
+        paths = CertificateFiles(Path(own["certificate"]), Path(own["key"]), Path(own["ca"]))
+        context = Certificates(paths, "tokenlake", "b").current.client
+        before = total(node, "tokenlake_long_callbacks_total")
+        barrier = threading.Barrier(HANDSHAKES)
+
+        def connect(number: int) -> None:
+            source = f"127.0.0.{2 + number % SOURCES}", 0
+            with socket.create_connection(peer_address(node), LIMIT_S, source) as sock:
+                barrier.wait(LIMIT_S)
+                with context.wrap_socket(sock) as tls:
+                    assert tls.version() == "TLSv1.3"
+
+        with ThreadPoolExecutor(HANDSHAKES) as threads:
+            assert len(list(threads.map(connect, range(HANDSHAKES)))) == HANDSHAKES
+        assert total(node, "tokenlake_long_callbacks_total") - before <= HANDSHAKES / 10

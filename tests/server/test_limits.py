@@ -42,7 +42,7 @@ from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
 from tokenlake_client import Pool
 from tokenlake_server.engines.connection import HELLO_BYTES, KEPT_PER_KEY, KEPT_PER_REQUEST, MAX_IN_FLIGHT
-from tokenlake_server.engines.kept_bytes import MAX_OF_CONNECTION
+from tokenlake_server.engines.kept_bytes import MAX_OF_CONNECTION, Account, KeptBytes
 from tokenlake_server.engines.listener import MAX_UNPROVEN, PROCESSES_PER_SESSION
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
@@ -289,3 +289,33 @@ def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
             return False
 
     wait_until(serves, "there is room again")
+
+
+MIB = 1 << 20
+
+
+def test_a_tenant_does_not_take_the_part_of_another() -> None:
+    kept = KeptBytes(2, 4 * MIB)
+    red = [Account(kept, "red") for _ in range(2)]
+    red[0].charge(MIB)
+    red[1].charge(MIB)
+    with pytest.raises(LimitReached, match="tenant 'red'.*'tenant_bytes' is 2097152"):
+        red[1].charge(1)
+    blue = Account(kept, "blue")
+    blue.charge(2 * MIB)
+    assert (kept.of("red"), kept.of("blue")) == (2 * MIB, 2 * MIB), "what was refused is not counted"
+    red[0].charge(-MIB)
+    red[1].charge(MIB)
+    for account in (*red, blue):
+        account.close()
+        account.close()
+    assert (kept.of("red"), kept.of("blue")) == (0, 0)
+
+
+def test_a_connection_has_a_limit() -> None:
+    kept = KeptBytes(1, 4 * MAX_OF_CONNECTION)
+    account = Account(kept, "red")
+    account.charge(MAX_OF_CONNECTION)
+    with pytest.raises(LimitReached, match="'connection_bytes'"):
+        account.charge(1)
+    Account(kept, "red").charge(1)

@@ -1,7 +1,8 @@
-"""A node refuses a node that is no member, or that has its own name, and a dialler may die in the handshake."""
+"""Connections between daemons: handshakes that fail or never end, and changes of the ring."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import socket
@@ -9,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,8 +18,11 @@ import pytest
 from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.config import Address
+from tokenlake.core import events
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode
+from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.connections import PeerConnections
 from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 from tokenlake_server.peers.listeners import open_listener
 from tokenlake_testing.cluster import Cluster, Node
@@ -194,3 +199,61 @@ def test_messages_of_an_unknown_type_keep_the_connection() -> None:
             # A known type with wrong fields.
             raw.write(b"\x02\x00\x00\x00\x91\x12")
             _until_logged(node, lambda log: "a frame that this protocol does not know" in log)
+
+
+LIMIT_S = 20.0
+NOWHERE = Address("127.0.0.1", 0)
+
+
+class Rules:
+    """In place of the driver: keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def carry_out(self, kind: type, sink: Callable[[Any], None]) -> None:
+        pass
+
+    def handle(self, event: events.Event) -> None:
+        self.events.append(event)
+
+
+def side(name: str, cluster: str = "tokenlake") -> tuple[PeerConnections, Rules]:
+    rules: Any = Rules()
+    identity = PeerIdentity(name, 1, cluster=cluster)
+    loop = asyncio.get_running_loop()
+    return PeerConnections(identity, NOWHERE, PeerAddresses({}), rules, loop, {}), rules
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+async def test_members_that_come_and_leave() -> None:
+    """Members that come are dialled and those that leave are dropped."""
+
+    (a, of_a), (b, of_b) = side("a"), side("b")
+    strangers: list[str] = []
+    b.on_stranger = strangers.append
+    # a knows b first: b refuses it, and is told that the membership may have more.
+    a.set_peers({"b": b.address})
+    await until(lambda: bool(strangers))
+    assert not of_a.events
+    b.set_peers({"a": a.address})
+    await until(lambda: a.connected == ["b"] and b.connected == ["a"])
+    assert of_a.events == [events.PeerUp("b", 1)]
+    assert of_b.events == [events.PeerUp("a", 1)]
+    # b drops a: the rules of b know already, those of a are told.
+    b.set_peers({})
+    await until(lambda: not a.connected)
+    assert of_b.events == [events.PeerUp("a", 1)]
+    assert of_a.events == [events.PeerUp("b", 1), events.PeerDown("b", 1)]
+    b.set_peers({"a": a.address})
+    await until(lambda: a.connected == ["b"])
+    a.set_peers({})
+    await until(lambda: not b.connected)
+    assert not a.connected
+    for each in (a, b):
+        await each.close()

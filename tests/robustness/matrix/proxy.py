@@ -155,10 +155,6 @@ class Proxy:
         _end(self._listener)
         self.cut()
 
-    def deafen(self) -> None:
-        """Stop listening, for ever; the connections that are open go on."""
-        _end(self._listener)
-
     def cut(self) -> None:
         """End the connections that are open."""
         while self._open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
+from tokenlake.config import Secret, Tenant
 from tokenlake.errors import LayoutRefused, LimitReached, Refused
-from tokenlake.identity import NodeId
-from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
 from tokenlake_client import Pool
 from tokenlake_client.control import Control, ControlPlane, FleetRouter
 from tokenlake_proto.v1 import scheduling_pb2 as pb
+from tokenlake_server.scheduling import messages
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -214,3 +217,13 @@ def test_a_scheduler_s_lookups_count_as_no_reads(two: Cluster, control: Control)
         assert before
         ControlPlane(control, LAYOUT, INSTANCES, SHAPE).get_prefix_tree([ask(pool, prompt, "r")])
         assert {name: count for name, count in two.nodes[0].metrics().items() if name.startswith(names)} == before
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    keys = tuple(SegmentKey(bytes([number]) * 32) for number in range(8))
+    request = Request(name="r", keys=keys, tokens=8 * 16 + 5)
+    message = messages.tree_message(grow([request], dict.fromkeys(keys, (NodeId("a"),)), 16))
+    message.sequences[0].disk_s = seconds
+    with pytest.raises(ValueError, match="disk_s"):
+        messages.tree_of(message, Tenant(name="red", secret=Secret(32)))
