@@ -27,15 +27,21 @@ def slice_of(place: Path, current: int, *stat: str, limit: str = "memory.max") -
     return kernel_files(place, 2, f"/{SLICE}/daemon.service", files), place / "cgroup" / SLICE
 
 
-def test_page_cache_is_available(tmp_path: Path) -> None:
-    """An engine of the slice has read its weights: the files that it read fill the page cache."""
-    cache = f"inactive_file {700 * MIB}", f"slab_reclaimable {50 * MIB}"
-    proc, group = slice_of(tmp_path, 900, f"anon {100 * MIB}", f"active_file {40 * MIB}", *cache)
-    assert available_bytes(proc) == (850 * MIB, f"memory.max of cgroup {group}")
-
-
-def test_memory_of_processes_is_not_available(tmp_path: Path) -> None:
-    assert available_bytes(slice_of(tmp_path, 900, f"anon {900 * MIB}")[0])[0] == 100 * MIB
+@pytest.mark.parametrize(
+    ("stat", "available"),
+    [
+        # An engine of the slice has read its weights: the files that it read fill the page cache.
+        (f"inactive_file {700 * MIB}\nslab_reclaimable {50 * MIB}\nactive_file {40 * MIB}", 850),
+        (f"anon {900 * MIB}", 100),
+        (None, 100),
+    ],
+    ids=["page cache", "memory of processes", "no memory.stat"],
+)
+def test_what_the_page_cache_has_is_available(tmp_path: Path, stat: str | None, available: int) -> None:
+    proc, group = slice_of(tmp_path, 900, stat or "")
+    if stat is None:
+        (group / "memory.stat").unlink()
+    assert available_bytes(proc) == (available * MIB, f"memory.max of cgroup {group}")
 
 
 def test_memory_that_the_process_has_counts_for_it(tmp_path: Path) -> None:
@@ -44,15 +50,9 @@ def test_memory_that_the_process_has_counts_for_it(tmp_path: Path) -> None:
     assert available_bytes(proc)[0] == 150 * MIB
 
 
-def test_a_cgroup_without_memory_stat(tmp_path: Path) -> None:
-    proc, group = slice_of(tmp_path, 900)
-    (group / "memory.stat").unlink()
-    assert available_bytes(proc)[0] == 100 * MIB
-
-
 def test_memory_high_is_a_limit(tmp_path: Path) -> None:
-    """Above it the kernel slows a process down until it seems to hang."""
-    proc, group = slice_of(tmp_path, 900, limit="memory.high")
+    """Above it the kernel slows a process down until it seems to hang. The path of the mount has a space."""
+    proc, group = slice_of(tmp_path / "my disk", 900, limit="memory.high")
     assert available_bytes(proc) == (100 * MIB, f"memory.high of cgroup {group}")
 
 
@@ -82,11 +82,6 @@ def test_a_container_sees_its_own_cgroup(tmp_path: Path, version: int, path: str
     )
     root = "/docker/0af3" if path.startswith("/docker") else "/"
     assert available_bytes(kernel_files(tmp_path, version, path, files, root=root))[0] == 100 * MIB
-
-
-def test_a_mount_whose_path_has_a_space(tmp_path: Path) -> None:
-    proc, _ = slice_of(tmp_path / "my disk", 900)
-    assert available_bytes(proc)[0] == 100 * MIB
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import Result
 
 pytest.importorskip("grpc")
 
-from tests.operator.scene import control_of, told
+from tests.operator.scene import control_of, run, told
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, outcomes, read, store, total, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
-from tokenlake_operator.members import drain
+from tokenlake_operator.members import drain, members, remove
 from tokenlake_server.membership.keeper import LEASE_S
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.etcd import EtcdServers, etcd_version
@@ -84,14 +83,11 @@ class Nodes:
         assert process is not None
         return process.wait(30)
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(self, command: click.Command, *arguments: str) -> Result:
         """`tokenlake members | drain | remove`, which ask a daemon that runs; without one etcd."""
-        script = f"from tokenlake_operator.members import *; {arguments[0]}()"
-        running = [] if arguments[0] == "members" else [node for node in self.nodes.values() if node.running][:1]
-        where = [word for node in running for word in ("--socket", str(node.socket.with_suffix(".control")))]
-        command = [sys.executable, "-c", script, *arguments[1:], *where]
-        environ = os.environ | {"TOKENLAKE_ETCD": self.endpoints, "TOKENLAKE_NODE": "nowhere"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+        running = [] if command is members else [node for node in self.nodes.values() if node.running][:1]
+        where = [word for node in running for word in ("--socket", str(control_of(node)))]
+        return run(command, *arguments, *where, env={"TOKENLAKE_ETCD": self.endpoints, "TOKENLAKE_NODE": "nowhere"})
 
 
 @pytest.fixture
@@ -136,8 +132,8 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
             wait_until(lambda: all_found(c), "found from the newcomer")
         assert all_found(a)
         # b leaves: what it owned is owned by others, and its daemon ends by itself.
-        result = nodes.command("drain", "b")
-        assert result.returncode == 0, result.stderr
+        result = nodes.command(drain, "b")
+        assert result.exit_code == 0, result.stderr
         assert "'b' left the cluster" in result.stdout
         assert "it handed over" in result.stdout
         assert "lost nothing" in result.stdout
@@ -149,20 +145,20 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
         wait_until(lambda: all_found(a), "found after the drain")
         # c dies; its copies are lost, and its place is given away by an operator.
         nodes.nodes["c"].kill()
-        refused = nodes.command("remove", "c")
-        if refused.returncode:
+        refused = nodes.command(remove, "c")
+        if refused.exit_code:
             assert "registration in etcd is live" in refused.stderr
-        wait_until(lambda: nodes.command("remove", "c").returncode == 0, "c can be removed", LEASE_S + 20)
+        wait_until(lambda: nodes.command(remove, "c").exit_code == 0, "c can be removed", LEASE_S + 20)
         nodes.wait("a")
-        assert nodes.command("remove", "c").returncode == 1
-        listed = json.loads(nodes.command("members", "--json").stdout)
+        assert nodes.command(remove, "c").exit_code == 1
+        listed = json.loads(nodes.command(members, "--json").stdout)
         assert listed["members"].keys() == {"a"}
         assert total(nodes.nodes["a"], "tokenlake_peer_state") == 0
     # The last node is removed while no daemon runs.
     assert nodes.nodes["a"].stop() == 0
-    result = nodes.command("remove", "a")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(nodes.command("members", "--json").stdout)["members"] == {}
+    result = nodes.command(remove, "a")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(nodes.command(members, "--json").stdout)["members"] == {}
 
 
 def test_the_account_of_a_drain(nodes: Nodes) -> None:

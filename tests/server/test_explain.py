@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
+from tests.operator.scene import run
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -28,7 +27,7 @@ from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake.errors import CredentialRefused
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
-from tokenlake_operator.explain import ask
+from tokenlake_operator.explain import ask, explain
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -41,13 +40,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def command(socket: Path, *arguments: str, token: str = "") -> subprocess.CompletedProcess[str]:
+def command(socket: Path, *arguments: str, token: str = "") -> Result:
     """`tokenlake explain` of a user with that token."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
-    environ |= {"TOKENLAKE_ENGINE_CREDENTIAL": token} if token else {}
-    program = "from tokenlake_operator.explain import explain; explain()"
-    line = [sys.executable, "-c", program, "--socket", str(socket), *arguments]
-    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return run(explain, "--socket", socket, *arguments, env={"TOKENLAKE_ENGINE_CREDENTIAL": token} if token else None)
 
 
 def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
@@ -71,7 +66,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             lease.takes(3, len(longer.tokens))
         other.match([]).release()
         answered = command(reader, "a name", "--json", token=RED)
-        assert answered.returncode == 0, answered.stderr
+        assert answered.exit_code == 0, answered.stderr
         funnel = json.loads(answered.stdout)
         hits, missing = prompt.segments * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS
         assert (funnel["request"], funnel["node"], funnel["ideal"]) == ("a name", "node1", hits + missing + 7)
@@ -83,7 +78,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             MissReason.TOO_SHORT: 7,
         }
         table = command(reader, "a name", token=RED)
-        assert table.returncode == 0
+        assert table.exit_code == 0
         for shown in ("a name", "ideal", "indexed", "engine had", "supplied", f"{hits:,}", "never stored", "too short"):
             assert shown in table.stdout
         assert f"leaves what is known within the tokens {hits} to {hits + SEGMENT_TOKENS - 1}\n" in table.stdout
@@ -96,14 +91,14 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             command(writer, "a name", token=RED),
             command(reader, "b name", token=RED),
         ):
-            assert stranger.returncode == 1
+            assert stranger.exit_code == 1
             assert "remembers no request" in stranger.stderr
             assert not stranger.stdout
 
 
 def test_an_unknown_token_is_refused_and_not_shown(cluster: Cluster) -> None:
     refused = command(cluster.nodes[0].socket, "r", token="no-such-token")
-    assert refused.returncode == 1
+    assert refused.exit_code == 1
     assert "the token belongs to no tenant" in refused.stderr
     assert "no-such-token" not in refused.stderr
     with pytest.raises(CredentialRefused):
@@ -120,7 +115,7 @@ def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> No
     by_prefix = command(socket, "cmpl-mine-3", "--json", token=RED)
     assert json.loads(by_prefix.stdout)["request"] == names[2]
     ambiguous = command(socket, "cmpl-mine-1", token=RED)
-    assert ambiguous.returncode == 1
+    assert ambiguous.exit_code == 1
     assert "several requests begin with 'cmpl-mine-1'" in ambiguous.stderr
     assert [name for name in names if name in ambiguous.stderr] == names[:2]
     newest = command(socket, "--last", "2", "--json", token=RED)
