@@ -9,7 +9,7 @@ import pytest
 
 from tests.client import test_channel
 from tests.core.engines import test_regions
-from tests.robustness import test_findings, test_foreign_processes, test_memory, test_neighbour
+from tests.robustness import test_findings, test_foreign_processes, test_memory
 from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
 from tests.server import test_limits, test_peer_connections, test_standing_orders, test_what_is_written
 from tests.server.disk import test_device, test_store
@@ -57,7 +57,6 @@ def test_what_was_found_has_its_test() -> None:
         test_memory,
         test_regions,
         test_limits,
-        test_neighbour,
         test_peer_connections,
         test_what_is_written,
         test_standing_orders,

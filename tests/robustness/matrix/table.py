@@ -234,7 +234,7 @@ FOUND = (
     (
         "one tenant's sessions, frames, huge queries or pipelined connections to the query engine ended the "
         "service of another tenant",
-        "test_a_tenant_that_does_its_worst",
+        "test_requests_in_flight_are_bounded",
     ),
     (
         "a name in an engine's layout wrote lines of its own into the daemon's log",
