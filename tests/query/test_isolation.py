@@ -102,7 +102,7 @@ def test_connections_of_a_tenant_are_bounded(tmp_path: Path) -> None:
     file.write_text(f"allow_uids = [{os.getuid()}]\n{''.join(tenants)}")
     file.chmod(0o600)
     red, blue = f"{1:0>16}", f"{2:0>16}"
-    with serving(1, credential=blue, config=file) as cluster:
+    with serving(1, credential=blue, config=str(file)) as cluster:
         node = cluster.nodes[0]
         with pool_of(node, red) as pool, pool_of(node, blue) as other, contextlib.ExitStack() as opened:
             for _ in range(8):

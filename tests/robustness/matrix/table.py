@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.robustness.live import LIMIT_S
 from tests.robustness.matrix import on_daemon, on_engine, on_peer
 from tests.robustness.matrix.measure import Outcome
+from tests.robustness.matrix.proxy import Cut, Drop
 
 ANY = 1 << 30
 
@@ -69,8 +71,8 @@ CELLS = (
         on_daemon.slow,
         {"engine behind the trickle": ANY},
     ),
-    Cell("daemon", "half-header", RESUMED, on_daemon.cut_in_header),
-    Cell("daemon", "half-payload", RESUMED, on_daemon.cut_in_body),
+    Cell("daemon", "half-header", RESUMED, partial(on_daemon.cut, fault=Cut("down", "header"))),
+    Cell("daemon", "half-payload", RESUMED, partial(on_daemon.cut, fault=Cut("down", "body"))),
     Cell(
         "daemon",
         "full",
@@ -97,8 +99,18 @@ CELLS = (
         on_peer.stopped,
     ),
     Cell("peer", "slow", "a transfer ends at its deadline and is a miss; nothing is lost", on_peer.slow),
-    Cell("peer", "half-header", "misses until the nodes are connected again; nothing is lost", on_peer.cut_in_header),
-    Cell("peer", "half-payload", "the cut transfer is a miss, its bytes reach no engine", on_peer.cut_in_payload),
+    Cell(
+        "peer",
+        "half-header",
+        "misses until the nodes are connected again; nothing is lost",
+        partial(on_peer.cut, fault=Cut("down", "header")),
+    ),
+    Cell(
+        "peer",
+        "half-payload",
+        "the cut transfer is a miss, its bytes reach no engine",
+        partial(on_peer.cut, fault=Cut("down", "raw")),
+    ),
     Cell(
         "peer", "full", "stores and fetches there are refused; its segments are read, there and elsewhere", on_peer.full
     ),
@@ -130,8 +142,8 @@ CELLS = (
         on_engine.slow,
         {"engine behind the trickle": ANY},
     ),
-    Cell("engine", "half-header", f"{RESUMED}; {UNNOTICED}", on_engine.cut_in_header),
-    Cell("engine", "half-payload", f"{RESUMED}; {UNNOTICED}", on_engine.cut_in_body),
+    Cell("engine", "half-header", f"{RESUMED}; {UNNOTICED}", partial(on_engine.cut, fault=Cut("up", "header"))),
+    Cell("engine", "half-payload", f"{RESUMED}; {UNNOTICED}", partial(on_engine.cut, fault=Cut("up", "body"))),
     Cell(
         "engine",
         "full",
@@ -157,14 +169,19 @@ CELLS = (
         "bulk-dead",
         "one fetch is given up within its deadline; no further call waits for the node until its bulk path answers "
         "again, and it is never SUSPECT; nothing is lost",
-        on_peer.bulk_dead,
+        partial(on_peer.dropped, drops=(Drop(("up", "down")),)),
     ),
-    Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
+    Cell(
+        "peer",
+        "bulk-one-way",
+        "as bulk-dead, whichever direction is cut off",
+        partial(on_peer.dropped, drops=(Drop(("down",)), Drop(("up",)))),
+    ),
     Cell(
         "peer",
         "bulk-headers",
         "as bulk-dead, although the headers of the node's replies pass and no byte of a segment",
-        on_peer.bulk_headers,
+        partial(on_peer.dropped, drops=(Drop(("down",), "raw"),)),
     ),
     Cell("engine", "flood", f"its requests are refused or wait; {UNNOTICED}", on_engine.flood),
 )
