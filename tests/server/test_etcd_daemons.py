@@ -132,15 +132,14 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
             wait_until(lambda: all_found(c), "found from the newcomer")
         assert all_found(a)
         # b leaves: what it owned is owned by others, and its daemon ends by itself.
-        result = nodes.command(drain, "b")
-        assert result.exit_code == 0, result.stderr
-        assert "'b' left the cluster" in result.stdout
-        assert "it handed over" in result.stdout
-        assert "lost nothing" in result.stdout
+        account = told(drain, "b", "--socket", control_of(nodes.nodes["a"]))
+        assert account["left"]
+        assert account["moved"].keys() <= {"a", "c"}
+        assert sum(each["segments"] for each in account["moved"].values()) > 0
+        assert account["lost"] == {"segments": 0, "bytes": 0}
         assert nodes.end_of("b") == 0
-        account = result.stdout.partition(" s: ")[2].strip()
         for name in "abc":
-            assert account in nodes.nodes[name].log.read_text()
+            wait_until(lambda name=name: "it handed over" in nodes.nodes[name].log.read_text(), name)  # type: ignore[misc]
         nodes.wait("a", "c")
         wait_until(lambda: all_found(a), "found after the drain")
         # c dies; its copies are lost, and its place is given away by an operator.
@@ -159,21 +158,6 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
     result = nodes.command(remove, "a")
     assert result.exit_code == 0, result.stderr
     assert json.loads(nodes.command(members, "--json").stdout)["members"] == {}
-
-
-def test_the_account_of_a_drain(nodes: Nodes) -> None:
-    """Which node took how much, and what is lost, also from the node itself that drains, which ends."""
-    nodes.start("a", "b")
-    nodes.wait("a", "b")
-    with nodes.connect("b") as pool:
-        assert outcomes(store(pool, Prompt(7, 6))) == {Code.COMMITTED}
-    nbytes = LAYOUT.segment_bytes
-    for name, moved, lost in (("b", {"a": 6}, 0), ("a", {}, 6)):
-        account = told(drain, "--socket", control_of(nodes.nodes[name]))
-        assert account["left"]
-        assert account["moved"] == {to: {"segments": count, "bytes": count * nbytes} for to, count in moved.items()}
-        assert account["lost"] == {"segments": lost, "bytes": lost * nbytes}
-        assert nodes.end_of(name) == 0
 
 
 def test_sigterm_drains_where_the_settings_say_so(nodes: Nodes) -> None:

@@ -92,7 +92,7 @@ def full(seed: int) -> Outcome:
         assert further.store(at.prompts[6]) == {Code.NO_SLOT}
         assert [further.read(prompt) for prompt in at.prompts[:6]] == [0] * 6, "it has no slot for what it fetches"
         assert further.whole(stored[1:]), "what it has is read there"
-        assert mine.whole(stored[1:4]), "and at the other node"
+        wait_until(lambda: mine.whole(stored[1:4]), "and at the other node")
         at.find_again(mine)
         assert at.metric(1, "tokenlake_received_segments_total") == 0, "the node took no segment"
         for lease in leases:
@@ -155,7 +155,7 @@ def flipped_in_arena(seed: int) -> Outcome:
         for prompt in at.prompts:
             mine.store(prompt)
         assert mine.whole(at.prompts), "recomputed"
-        assert other.whole(alone), "also read at the node"
+        wait_until(lambda: other.whole(alone), "also read at the node")
         at.serves()
     return at.outcome
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 import tracemalloc
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -169,30 +166,6 @@ def test_a_content_offered_before_its_segment_leaves() -> None:
     node.tell()
     node.check()
     assert node.blocks.unknown == 0
-
-
-def test_a_content_is_known_at_each_moment_from_its_offer_on() -> None:
-    """Other threads look for it while the segment becomes READY."""
-    node, chain = Node(), prompt([0])
-    (content,) = contents_of(chain, tokens_of([0]), range(1), MODEL)
-    found = []
-
-    def look(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
-        found.append(node.blocks.content(chain.keys[0]))
-        return look
-
-    node.blocks.offer(chain.keys[0], content)
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        node.blocks.offer(chain.keys[0], content)
-        node.blocks.stored(chain.keys[0], 0.0)
-        node.blocks.gone(chain.keys[0])
-        node.blocks.stored(chain.keys[0], 0.0)
-    finally:
-        sys.settrace(before)
-    assert len(found) > 20
-    assert set(found) == {content}
 
 
 def test_changes_that_were_missed() -> None:
