@@ -124,8 +124,9 @@ def three() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_node_that_was_killed(three: Cluster, tmp_path: Path) -> None:
-    old, new = prompts(1), prompts(2)
+@pytest.mark.parametrize("fault", ["killed", "too slow"])
+def test_a_node_that_does_not_answer(three: Cluster, tmp_path: Path, fault: str) -> None:
+    old, new, node = prompts(1), prompts(2), three.nodes[0]
     with three.connect(0, LAYOUT) as writer, three.connect(2, LAYOUT) as reader:
         for prompt in old + new:
             store(writer, prompt)
@@ -133,30 +134,21 @@ def test_a_node_that_was_killed(three: Cluster, tmp_path: Path) -> None:
         scrapes = [scrape(three.nodes)]
         again(reader, old)
         scrapes.append(scrape(three.nodes))
-        three.nodes[0].kill()
-        wait_until(lambda: three.nodes[2].metrics()["tokenlake_peers_connected"] == 1, "its end is noticed")
+        if fault == "killed":
+            node.kill()
+            wait_until(lambda: three.nodes[2].metrics()["tokenlake_peers_connected"] == 1, "its end is noticed")
+        else:
+            freeze(pid_of(node))
         again(reader, new, missing=True)
-        scrapes.append(scrape(three.nodes))
-    names(tmp_path, scrapes, GREW, "cause", ['cause="unreachable"'])
-    away = ['instance="node0"', 'instance="node1",peer="node0"', 'instance="node2",peer="node0"']
-    names(tmp_path, scrapes, AWAY, "instance, peer", away)
-
-
-def test_a_peer_that_is_too_slow(three: Cluster, tmp_path: Path) -> None:
-    old, new = prompts(1), prompts(2)
-    with three.connect(0, LAYOUT) as writer, three.connect(2, LAYOUT) as reader:
-        for prompt in old + new:
-            store(writer, prompt)
-        wait_told(three)
-        scrapes = [scrape(three.nodes)]
-        again(reader, old)
-        scrapes.append(scrape(three.nodes))
-        freeze(pid_of(three.nodes[0]))
-        again(reader, new, missing=True)
-        scrapes.append(scrapes[1] | scrape(three.nodes[1:]))
-        three.nodes[0].thaw()
-    names(tmp_path, scrapes, GREW, "cause", ['cause="too_slow"'])
-    names(tmp_path, scrapes, LATE, "instance", ['instance="node2"'])
+        scrapes.append(scrape(three.nodes) if fault == "killed" else scrapes[1] | scrape(three.nodes[1:]))
+        node.thaw() if fault == "too slow" else None
+    if fault == "killed":
+        names(tmp_path, scrapes, GREW, "cause", ['cause="unreachable"'])
+        away = ['instance="node0"', 'instance="node1",peer="node0"', 'instance="node2",peer="node0"']
+        names(tmp_path, scrapes, AWAY, "instance, peer", away)
+    else:
+        names(tmp_path, scrapes, GREW, "cause", ['cause="too_slow"'])
+        names(tmp_path, scrapes, LATE, "instance", ['instance="node2"'])
 
 
 def test_a_tenant_at_its_quota(tmp_path: Path) -> None:

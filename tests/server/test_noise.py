@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of, pid_of, threads_of, total, wait_until
@@ -18,7 +19,7 @@ from tokenlake_testing.cluster import Cluster, Node
 pytestmark = pytest.mark.live
 
 KEYS = bytes(range(32)) * 2
-FRAMES = {
+FRAMES: dict[str, tuple[list[msgspec.Struct], list[msgspec.Struct]]] = {
     "engine": (
         [hello(), hello(session=5), hello(resume=1)],
         [

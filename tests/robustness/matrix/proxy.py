@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import HEADER_BYTES, Code, peer
@@ -147,7 +147,7 @@ class Proxy:
         assert isinstance(self.address, tuple)
         return self.address[1]
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
