@@ -12,17 +12,24 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, store, wait_until
+from tests.operator.scene import control_of, told
+from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, store, total, wait_until
 from tests.server.control.scene import local
 from tests.server.raw import Raw, hello, refusal
 from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.keys import probe
 from tokenlake.metrics import Counters
 from tokenlake.wire import PROTOCOL_VERSION, Code, engine
+from tokenlake_client import Pool
+from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.doctor.running import check_refused
+from tokenlake_operator.status import status
+from tokenlake_operator.top import top
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.engines.connected_process import ConnectedProcess
 from tokenlake_server.engines.refused import FORGOTTEN_S, MAX_KEPT, REFUSED_ENGINES, Reason, RefusedEngines
@@ -37,6 +44,11 @@ def without_pool(node: Node) -> list[pb.RefusedEngine]:
 def wait_shown(node: Node, expected: list[tuple[str, int]]) -> None:
     """Wait until the state, which is cached for a moment, has these reasons and numbers of attempts."""
     wait_until(lambda: [(each.reason, each.attempts) for each in without_pool(node)] == expected, str(expected))
+
+
+def status_of(node: Node) -> Any:
+    """What `tokenlake status` prints as JSON; its exit status is 1 where an error is among the findings."""
+    return told(status, "--socket", control_of(node))
 
 
 def refusals(node: Node, reason: str) -> float:
@@ -89,6 +101,8 @@ def test_a_refused_engine_is_shown_until_it_is_accepted(one: Cluster, node: Node
     assert (found.pid, found.uid, found.reason, found.problem) == (os.getpid(), os.getuid(), reason, failed.reason)
     assert found.tenant == ("" if reason in (Reason.TOKEN, Reason.VERSION) else "blue")
     assert found.cure == reason.cure
+    (finding,) = status_of(node)["findings"]
+    assert (finding["check"], finding["cure"]) == (f"engine-{reason}", reason.cure)
 
     def lines() -> int:
         text = node.log.read_text().splitlines()
@@ -100,6 +114,7 @@ def test_a_refused_engine_is_shown_until_it_is_accepted(one: Cluster, node: Node
     assert lines() == 1
     one.connect(0, LAYOUT).close()
     wait_shown(node, [])
+    assert status_of(node)["findings"] == []
     assert "a wrong token" not in node.log.read_text()
 
 
@@ -128,6 +143,8 @@ def test_an_engine_that_declines_says_why(one: Cluster, node: Node) -> None:
     wait_shown(node, [("declined", 1)])
     (found,) = without_pool(node)
     assert (found.reason, found.problem) == ("declined", "the model has \\n no name")
+    (finding,) = status_of(node)["findings"]
+    assert (finding["check"], finding["severity"]) == ("engine-declined", "warning")
     assert refusals(node, "declined") == before + 1
     with Raw(node.socket) as raw:
         raw.send(engine.Bye())
@@ -180,6 +197,21 @@ def test_segments_that_get_no_memory_are_named() -> None:
         wait_shown(node, [])
 
 
+@pytest.mark.live
+def test_an_engine_and_its_processes_are_shown_apart(one: Cluster, node: Node) -> None:
+    wait_until(lambda: total(node, "tokenlake_processes") == 0, "earlier ones left")
+    with one.connect(0, LAYOUT) as scheduler, Pool.connect(node.socket, LAYOUT, session=scheduler.engine.session):
+        # A connection that has not joined a session is no process of an engine.
+        with Raw(node.socket):
+            wait_until(lambda: counts(status_of(node)["nodes"]["node0"]) == (1, 2), "one engine of two processes")
+        (row,) = told(top, "--once", "--interval", "0.2", "--socket", control_of(node))["nodes"]
+        assert counts(row) == (total(node, "tokenlake_engines"), total(node, "tokenlake_processes")) == (1, 2)
+
+
+def counts(row: Any) -> tuple[int, int]:
+    return row["engines"], row["processes"]
+
+
 # -- the list itself
 
 
@@ -223,6 +255,20 @@ async def test_without_a_pidfd_a_process_is_kept_for_a_time(monkeypatch: pytest.
     later = asyncio.get_running_loop().time() + FORGOTTEN_S + 1
     monkeypatch.setattr(refused, "_loop", type("Later", (), {"time": staticmethod(lambda: later)}))
     assert refused.all() == []
+
+
+def shown(reason: str, pid: int, problem: str = "it may not", cure: str = "let it") -> pb.RefusedEngine:
+    return pb.RefusedEngine(reason=reason, pid=pid, uid=1000, problem=problem, cure=cure, for_s=300, last_s=12)
+
+
+def test_each_reason_is_one_finding() -> None:
+    found = list(check_refused("a", [shown("token", 7), shown("declined", 8), shown("token", 9)]))
+    problem, cure = "without the pool for 5 min: it may not", "let it"
+    assert found == [
+        Finding("error", "engine-token", "a, 2 processes, the last one process 9 of uid 1000", problem, cure),
+        Finding("warning", "engine-declined", "a, process 8 of uid 1000", problem, cure),
+    ]
+    assert list(check_refused("a", [])) == []
 
 
 def test_each_reason_has_a_cure_and_is_in_the_runbook() -> None:
