@@ -21,7 +21,7 @@ import zmq
 
 from tests.robustness.live import LAYOUT, LIMIT_S, LOW, PATIENT, Prompt, read, store, wait_until
 from tests.server.control.scene import CALL_S, certificates, local, raw, served
-from tests.server.control.test_parts import plans
+from tests.server.control.test_limits import plans
 from tests.server.control.test_tenants_apart import PLANS, REPORT, channel
 from tests.server.kv_events.scene import MODEL, Stream
 from tests.server.raw import Raw, hello

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
+from tests.operator.scene import control_of, run, told
+from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told, wait_until
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.config import Secret, Tenant
@@ -18,6 +19,7 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
 from tokenlake_client import Pool
 from tokenlake_client.control import Control, ControlPlane, FleetRouter
+from tokenlake_operator.status import status
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.scheduling import messages
 from tokenlake_testing.cluster import Cluster
@@ -227,3 +229,52 @@ def test_a_time_that_is_none_is_refused(seconds: float) -> None:
     message.sequences[0].disk_s = seconds
     with pytest.raises(ValueError, match="disk_s"):
         messages.tree_of(message, Tenant(name="red", secret=Secret(32)))
+
+
+NODES = {"a": NodeId("node0"), "b": NodeId("node1"), "c": NodeId("node2")}
+
+
+def test_locations_are_told_and_used() -> None:
+    with daemons(3) as cluster:
+        for node, location in zip(cluster.nodes, ("row-1/rack-1", "row-1/rack-2", "row-1/rack-2"), strict=True):
+            node.stop()
+            node.start(location=location)
+        cluster.wait_ready()
+        expected = {"node0": "row-1/rack-1", "node1": "row-1/rack-2", "node2": "row-1/rack-2"}
+        for node in cluster.nodes:
+            with local(node) as control:
+                wait_until(
+                    lambda control=control: (
+                        {  # type: ignore[misc]
+                            each.node: each.location for each in control.cluster().members
+                        }
+                        == expected
+                    ),
+                    f"{node.name} knows the locations",
+                )
+        prompt = Prompt(1, 5)
+        with cluster.connect(1, LAYOUT) as owner, cluster.connect(2, LAYOUT) as near:
+            store(owner, prompt)
+            wait_told(cluster)
+            with local(cluster.nodes[0]) as control:
+                router = FleetRouter(control, NODES, MODEL, SEGMENT_TOKENS)
+                keys = tuple(owner.prefix(prompt.tokens).keys)
+                asked = Request(name="read", keys=keys, tokens=len(prompt.tokens) + 1)
+                wait_until(lambda: router.where(asked).prefill.prefix == len(prompt.tokens), "the prefix is found")
+                assert router.where(asked).instance == "b"
+                for number in range(9):
+                    start = router.where(Request(name=str(number), keys=asked.keys, tokens=asked.tokens), ["a", "c"])
+                    assert (start.instance, start.moved) == ("c", len(prompt.tokens))
+            assert read(near, prompt) == prompt.segments
+        first = control_of(cluster.nodes[0])
+
+        def seen() -> list[str]:
+            return [each["check"] for each in told(status, "--socket", first)["findings"]]
+
+        answer = told(status, "--socket", first)
+        assert {each["node"]: each.get("location") for each in answer["cluster"]["members"]} == expected
+        assert "locations" not in seen()
+        assert "row-1/rack-2" in run(status, "--socket", first).stdout
+        cluster.nodes[1].stop()
+        cluster.nodes[1].start(location="rack-2")
+        wait_until(lambda: "locations" in seen(), "the location that node1 has after its restart")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, memory_of, pid_of, read, store, total, wait_until
 from tests.server.control.scene import CALL_S, certificates, local, remote, served
-from tests.server.control.test_parts import plans
+from tests.server.control.test_limits import plans
 from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake.errors import Refused
 from tokenlake_client import Pool
