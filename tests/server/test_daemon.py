@@ -1,4 +1,4 @@
-"""A daemon ends on a signal at any time, its recorded events replay, and what it writes is read and forged by no other."""
+"""A daemon ends on a signal at any time, its recorded events replay, and no other forges or reads what it writes."""
 
 from __future__ import annotations
 
