@@ -183,7 +183,7 @@ def etcd_that_does_not_answer(node: GivenNode, patch: pytest.MonkeyPatch) -> Non
 
 
 RED, BLUE = "name = 'red'\nuids = [5001]", "name = 'blue'\nuids = [5002]"
-HUGE: dict[str, object] = {"huge_pages": True, "region_size": "64MiB", "memory": "4GiB"}
+HUGE: dict[str, Any] = {"huge_pages": True, "region_size": "64MiB", "memory": "4GiB"}
 PLANTS: dict[str, tuple[str, str, Plant]] = {
     # Settings.
     "secrets that others read": ("settings-file", "chmod 600", given(mode=0o644, cluster_secret=SECRET)),

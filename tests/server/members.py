@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tokenlake.config import Address, ServerConfig, load_config, parse_address
 from tokenlake.directory.ring_record import RingRecord
@@ -59,7 +59,7 @@ class Node:
 
 
 @asynccontextmanager
-async def node(name: str, endpoints: str, port: int | None = None, **settings: object) -> AsyncIterator[Node]:
+async def node(name: str, endpoints: str, port: int | None = None, **settings: Any) -> AsyncIterator[Node]:
     address = Address("127.0.0.1", port or reserve_port())
     config = config_of(name, etcd=endpoints, **settings)
     thread = AdminThread()
@@ -78,7 +78,7 @@ async def node(name: str, endpoints: str, port: int | None = None, **settings: o
 
 
 @asynccontextmanager
-async def nodes(names: str, endpoints: str, **settings: object) -> AsyncIterator[list[Node]]:
+async def nodes(names: str, endpoints: str, **settings: Any) -> AsyncIterator[list[Node]]:
     """A node for each letter, once all of them know the addresses of the others."""
     async with AsyncExitStack() as stack:
         made = [await stack.enter_async_context(node(name, endpoints, **settings)) for name in names]

@@ -28,7 +28,7 @@ def ran(loop: asyncio.AbstractEventLoop, scene: Callable[[], Awaitable[None]]) -
     ran(loop, scene)
 
 
-def driver_of(core: NodeCore, loop: asyncio.AbstractEventLoop, sink: Callable[[Any], object], **of: Any) -> Driver:
+def driver_of(core: NodeCore, loop: asyncio.AbstractEventLoop, sink: Callable[[Any], None], **of: Any) -> Driver:
     """A driver that gives its answers to `sink`. An event on which the rules fail fails the test."""
 
     def failed(event: Event, error: Exception) -> None:

@@ -163,7 +163,7 @@ def test_the_loop_watches_every_callback_once() -> None:
             ("reader", lambda callback: loop.add_reader(near, callback)),
             ("writer", lambda callback: loop.add_writer(near, callback)),
         ):
-            call(made(name))  # type: ignore[operator]
+            call(made(name))
             await ran[name]
         busy()
 

@@ -273,7 +273,7 @@ def test_the_replay_socket_answers_as_that_of_vllm() -> None:
         assert cluster.nodes[0].metrics()[f"tokenlake_kv_event_without_tokens{labels}"] > 0
 
         def replayed() -> list[list[bytes]]:
-            found = []
+            found: list[list[bytes]] = []
             with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
                 asking.setsockopt(zmq.LINGER, 0)
                 asking.connect(stream.endpoints[1])
