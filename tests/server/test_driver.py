@@ -25,7 +25,10 @@ from tokenlake_testing.event_log import Recorder, replay
 
 def ran(loop: asyncio.AbstractEventLoop, scene: Callable[[], Awaitable[None]]) -> None:
     """Run a scene on the loop, and close the loop."""
-    ran(loop, scene)
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        loop.close()
 
 
 def driver_of(core: NodeCore, loop: asyncio.AbstractEventLoop, sink: Callable[[Any], None], **of: Any) -> Driver:

@@ -121,10 +121,11 @@ def test_nodes_join_drain_and_are_removed(nodes: Nodes) -> None:
         wait_until(lambda: all_found(a) and all_found(b), "found from both")
         with Control.local(control_of(nodes.nodes["a"])) as control:
             stream = control.events()
-            first = next(stream).snapshot.ring
+            first = next(message.snapshot.ring for message in stream if message.snapshot.complete)
             nodes.start("c")
             nodes.wait("a", "b", "c")
-            changed = [each.ring for each in next(stream).changes][-1]
+            rings = (each.ring for message in stream for each in message.changes)
+            changed = next(ring for ring in rings if "c" in ring.members)
             assert (sorted(first.members), sorted(changed.members)) == (["a", "b"], ["a", "b", "c"])
             assert changed.epoch > first.epoch
             stream.close()
