@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -66,101 +67,39 @@ def engines_of(node: Node, engines: Iterable[EngineProcess]) -> list[int]:
     return [*([pid_of(node)] if node.running else []), *(engine.process.pid for engine in engines)]
 
 
-def hand_overs(tenants: int, directory: Path) -> tuple[int, int, int]:
-    """Let one engine of each tenant join and fill its fair share of the memory. Returns (regions that were handed over,
-    the setting `memory` and the headers of the regions, the largest size of the arena), in bytes."""
-    config = directory / "tenants.toml"
+def test_hand_overs_need_no_further_memory(tmp_path: Path) -> None:
+    """One engine of each tenant joins and fills its fair share of the memory."""
+    config, regions = tmp_path / "tenants.toml", 12
+    names = [f"tenant{number}" for number in range(3)]
     config.touch(0o600)
-    config.write_text("".join(_TENANT.format(number=number) for number in range(tenants)))
-    regions = 4 * tenants
-    moved, largest, memory = 0, 0, regions * REGION_BYTES
+    config.write_text(
+        "".join(
+            f"[[tenants]]\nname = '{name}'\nsecret = '{name.encode().hex():0<32}'\ntokens = ['{name:-<20}']\n"
+            for name in names
+        )
+    )
     with contextlib.ExitStack() as stack:
-        node = stack.enter_context(daemons(1, str(memory), str(REGION_BYTES), config=str(config), lease_s="1")).nodes[0]
+        sizes = (str(regions * REGION_BYTES), str(REGION_BYTES))
+        node = stack.enter_context(daemons(1, *sizes, config=str(config), lease_s="1")).nodes[0]
         engines: list[EngineProcess] = []
-        for number in range(tenants):
-            engine = stack.enter_context(EngineProcess(node.socket, credential=_token(number)))
-            engines.append(engine)
-            share = regions if number == 0 else regions // (number + 1)
-            seed = 0
 
-            def has_its_share(engine: EngineProcess = engine, number: int = number, share: int = share) -> bool:
-                nonlocal seed, largest
-                seed += 1
-                engine.ask("store", seed=1000 * number + seed, segments=16)
-                largest = max(largest, arena_bytes(engines_of(node, engines)))
-                return node.metrics().get(_regions(number), 0) >= share
+        def is_within_memory() -> bool:
+            return arena_bytes(engines_of(node, engines)) <= regions * (REGION_BYTES + HEADER_BYTES)
 
-            wait_until(has_its_share, f"tenant {number} has {share} regions", 120)
-            moved += share if number else 0
+        def regions_of(name: str) -> float:
+            return node.metrics().get(f'tokenlake_regions{{slot_bytes="16384",tenant="{name}"}}', 0)
+
+        for number, name in enumerate(names):
+            engines.append(stack.enter_context(EngineProcess(node.socket, credential=f"{name:-<20}")))
+            seeds = itertools.count(1000 * number)
+            while regions_of(name) < regions // (number + 1):
+                engines[-1].ask("store", seed=next(seeds), segments=16)
+                assert is_within_memory()
         # Pages that are locked for a GPU stay allocated as long as they are mapped. An engine is told which regions
         # were given away, and reads this at the latest with its next heartbeat.
-        for number, engine in enumerate(engines):
-            wait_until(
-                lambda engine=engine, number=number: mapped(engine) <= node.metrics()[_regions(number)],  # type: ignore[misc]
-                "the engine maps only the regions of its tenant",
-            )
-        largest = max(largest, arena_bytes(engines_of(node, engines)))
-    return moved, memory + regions * HEADER_BYTES, largest
-
-
-def restarts(rounds: int) -> tuple[int, int, int]:
-    """End the daemon (SIGKILL and SIGTERM in turns) and start it again. One of two engines is stopped (SIGSTOP) while a
-    daemon ends by SIGTERM. Returns (the setting `memory` and the headers of the regions, the largest size of all arenas
-    while a daemon runs, the largest size that stays when it has ended), in bytes."""
-    memory, largest, left = 16 * REGION_BYTES, 0, 0
-    with daemons(1, str(memory), str(REGION_BYTES)) as cluster:
-        node = cluster.nodes[0]
-        with EngineProcess(node.socket) as one, EngineProcess(node.socket) as two:
-            engines = [one, two]
-            for number in range(rounds):
-                for at, engine in enumerate(engines):
-                    wait_until(lambda engine=engine: engine.ask("state")["connected"], "connected")  # type: ignore[misc]
-                    for seed in range(10):
-                        engine.ask("store", seed=100 * (2 * number + at) + seed, segments=16)
-                        assert engine.ask("match", seed=100 * (2 * number + at) + seed, segments=16)["wrong"] == 0
-                        engine.ask("release")
-                largest = max(largest, arena_bytes(engines_of(node, engines)))
-                if number % 2:
-                    two.freeze()
-                    assert node.stop() == 0
-                else:
-                    node.kill()
-                with contextlib.suppress(AssertionError):
-                    wait_until(lambda: arena_bytes(engines_of(node, engines)) == 0, "no memory is left", 10)
-                left = max(left, arena_bytes(engines_of(node, engines)))
-                two.thaw()
-                node.start()
-                cluster.wait_ready()
-                largest = max(largest, arena_bytes(engines_of(node, engines)))
-    return memory + 16 * HEADER_BYTES, largest, left
-
-
-_TENANT = """
-[[tenants]]
-name = "tenant{number}"
-secret = "{number:032x}"
-tokens = ["tenant{number}-token-0123456789"]
-"""
-
-
-def _token(number: int) -> str:
-    return f"tenant{number}-token-0123456789"
-
-
-def _regions(number: int) -> str:
-    return f'tokenlake_regions{{slot_bytes="16384",tenant="tenant{number}"}}'
-
-
-def test_hand_overs_need_no_further_memory(tmp_path: Path) -> None:
-    moved, memory, largest = hand_overs(3, tmp_path)
-    assert moved == 10
-    assert largest <= memory
-
-
-def test_restarts_need_no_second_arena() -> None:
-    memory, largest, left = restarts(2)
-    assert left == 0
-    assert largest <= memory
+        for engine, name in zip(engines, names, strict=True):
+            wait_until(lambda engine=engine, name=name: mapped(engine) <= regions_of(name), f"{name} maps only its own")  # type: ignore[misc]
+        assert is_within_memory()
 
 
 def test_a_forked_child_keeps_no_memory() -> None:
