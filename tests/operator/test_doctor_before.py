@@ -130,14 +130,10 @@ def in_use(setting: str) -> Plant:
     return act
 
 
-def stale_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    listening(socket.AF_UNIX, str(node.settings["socket"])).close()
-
-
 def socket_of_another_user(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     if os.geteuid():
         pytest.skip("another user's socket needs root")
-    stale_socket(node, patch)
+    listening(socket.AF_UNIX, str(node.settings["socket"])).close()
     os.chown(str(node.settings["socket"]), 65534, 65534)
 
 
@@ -242,19 +238,18 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {
     "no populate": ("kernel-populate", "5.14", without("has_populate")),
     "no pidfds": ("kernel-pidfd", "6.5", without("has_pidfds")),
     # Ports, sockets, directories.
-    "a port in use": ("port-in-use", "each daemon of a machine needs its own", in_use("listen")),
-    "the port for metrics in use": ("port-in-use", "give 'metrics' another port", in_use("metrics")),
+    "a port in use": ("address", "give each daemon of a machine its own", in_use("listen")),
+    "the port for metrics in use": ("address", "end the process that has the port", in_use("metrics")),
     "an address of another machine": ("address", "`ip address` shows", certificate({"listen": "192.0.2.1:7440"})),
-    "a stale socket": ("socket-stale", "start the daemon", stale_socket),
-    "a socket of another user": ("socket-owner", "run the daemon as that user", socket_of_another_user),
-    "a file in place of the socket": ("socket-file", "remove", file_in_place_of_the_socket),
-    "a replaceable socket": ("socket-directory", "chmod go-w", below("socket", "open/in/n1.sock", "open", "open/in")),
+    "a socket of another user": ("socket", "without a socket of another user", socket_of_another_user),
+    "a file in place of the socket": ("socket", "where no file or symbolic link lies", file_in_place_of_the_socket),
+    "a replaceable socket": ("socket", "chmod go-w", below("socket", "open/in/n1.sock", "open", "open/in")),
     "a socket in a directory of all": (
         "socket-shared",
         "of one pod",
         below("socket", "open/n1.sock", "open", mode=0o2777),
     ),
-    "a socket without a directory": ("socket-directory", "make the directory", below("socket", "none/n1.sock")),
+    "a socket without a directory": ("socket", "that can be created", below("socket", "none/n1.sock")),
     "no state directory": ("state-directory", "install -d", below("state_directory", "none")),
     # Also for root, which modes do not stop.
     "a state directory that is read only": ("state-directory", "chown", given(state_directory="/proc")),
@@ -275,8 +270,8 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {
     "a certificate of another cluster": ("certificate-name", "'cluster'", certificate(cluster="other")),
     "a certificate of an operator": ("certificate-usage", "tokenlake ca issue n1", certificate(role="admin")),
     "no certificate file": ("certificate-file", "can be read", certificate({"ca": "/none.pem"})),
-    "a key that others read": ("key-file", "chmod 600", key_that_others_read),
-    "a key of another certificate": ("key-pair", "both files of one issue", key_of_another_certificate),
+    "a key that others read": ("key", "chmod 600", key_that_others_read),
+    "a key of another certificate": ("key", "of the same issue", key_of_another_certificate),
     # The members.
     "etcd without a user": ("etcd-open", "etcd_password", etcd_without_a_user),
     "etcd that does not answer": ("etcd", "endpoint health", etcd_that_does_not_answer),
@@ -315,10 +310,11 @@ def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     sound = run(doctor, "--config", node.write())
     text = "The settings and this machine have no problem; the daemon does not run."
     assert (sound.exit_code, text in sound.stdout) == (0, True), sound.output
-    stale_socket(node, pytest.MonkeyPatch())
+    node.settings["socket"] = str(node.directory / "none" / "n1.sock")
+    node.write()
     found = run(doctor, "--config", node.file)
     assert found.exit_code == 1
-    assert "it replaces the socket" in found.stdout
+    assert "a path that can be created" in found.stdout
     assert "not checked" in found.stdout
     assert run(doctor, "--config", node.directory / "none.toml").exit_code == 1
     unread = node.directory / "unread.toml"

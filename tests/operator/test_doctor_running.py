@@ -172,7 +172,8 @@ def test_the_pages_and_the_log_name_each_state(plain: Examined) -> None:
     log = node.log.read_text()
     assert "peer z-other:" not in log
     lines = [each for each in log.splitlines() if "'z-secret' did not prove to 'm'" in each]
-    assert lines and all("TOKENLAKE_CLUSTER_SECRET" in line for line in lines)
+    assert lines
+    assert all("TOKENLAKE_CLUSTER_SECRET" in line for line in lines)
     assert not any(secret * 8 in log for secret in ("ab", "cd", "aa", "bb"))
     assert json.loads(node.page("/ready")) == {"node": FIRST, "ready": True}
 

@@ -50,8 +50,6 @@ ACCEPT_PAUSE_S = 0.5
 stays readable then: without the pause the loop would spin."""
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
-ORDERS_S = 1.0
-"""Seconds between two saves of new sizes of segments with the orders."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -121,10 +119,6 @@ class EngineListener:
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._orders = orders
-        self._saving_orders = False
-        """True while the orders are to be saved soon."""
-        self._orders_saved = loop.time() - ORDERS_S
-        self._tasks: set[asyncio.Task[list[str]]] = set()
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -372,9 +366,6 @@ class EngineListener:
             del self._of_layout[at]
 
     def _remember(self, tenant: str, layout: AnyLayout) -> None:
-        if self._orders.stores(tenant, layout.weights_digest, layout.segment_bytes) and not self._saving_orders:
-            self._saving_orders = True
-            self._loop.call_at(self._orders_saved + ORDERS_S, self._save_orders)
         known = self._layouts.setdefault(tenant, OrderedDict())
         fingerprint = bytes(layout.fingerprint())
         known[fingerprint] = layout
@@ -382,17 +373,15 @@ class EngineListener:
         if len(known) > MAX_LAYOUTS:
             known.popitem(last=False)
 
-    def _save_orders(self) -> None:
-        self._saving_orders = False
-        self._orders_saved = self._loop.time()
-        task = self._loop.create_task(self._orders.save())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def layouts(self, tenant: str) -> list[AnyLayout]:
         """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
         last."""
         return list(self._layouts.get(tenant, {}).values())
+
+    def sizes(self, tenant: str, weights_digest: str) -> list[int]:
+        """The bytes of the segments of those of these engines that have this digest of their weights."""
+        found = (each for each in self.layouts(tenant) if each.weights_digest == weights_digest)
+        return list(dict.fromkeys(each.segment_bytes for each in found))
 
     def gauges(self) -> list[Level]:
         """The connected processes by tenant and layout, for the metrics page."""

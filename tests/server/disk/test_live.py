@@ -11,9 +11,8 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, daemons, outcomes, read, total, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_server.disk.directory import survey
-from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.disk_keys import keys_on_disk
 from tokenlake_testing.event_log import replay
 
 pytestmark = pytest.mark.live
@@ -92,10 +91,10 @@ def test_segments_on_disk_outlive_kills(tmp_path: Path) -> None:
             with cluster.connect(0, LAYOUT) as pool:
                 for prompt in prompts:
                     store(pool, prompt)
-                wait_until(lambda: segments(tmp_path) > 100, "some are on disk")
+                wait_until(lambda: len(keys_on_disk(tmp_path)) > 100, "some are on disk")
             cluster.nodes[1].stop()
             node.kill()
-            on_disk = segments(tmp_path)
+            on_disk = len(keys_on_disk(tmp_path))
             cluster.nodes[1].start()
             started(cluster)
             with cluster.connect(reader, LAYOUT) as pool:
@@ -107,12 +106,3 @@ def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
         started(cluster)
         with pytest.raises(Exception, match="a directory that no other process uses; process [0-9]+ does"):
             daemons(disk=str(tmp_path)).__enter__()
-
-
-def segments(path: Path) -> int:
-    """The segments in the index of a directory."""
-    files = DirectoryFiles(path, lock=False)
-    try:
-        return sum(len(each.stored) for each in survey(files))
-    finally:
-        files.close()

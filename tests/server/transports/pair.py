@@ -192,4 +192,4 @@ def _accept(listener: socket.socket, owner: Node, sender: BulkSender) -> None:
             sock.sendall(pack_frame(Acceptor(owner.identity, hello, bytes(NONCE_BYTES)).challenge))
             read_frame(sock, peer.HANDSHAKE_BYTES)
             sock.sendall(pack_frame(peer.PeerWelcome()))
-            sender.adopt(sock, hello, b"", None)
+            sender.adopt(sock, hello, None)
