@@ -43,7 +43,7 @@ help:
 	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
 	@echo "make test      lint, types, and the tests of all parts, against real processes"
 	@echo "make test-all  make test, then vLLM, routers, NIXL, all faults, upgrades under load"
-	@echo "make nightly   planted bugs, long searches, failpoints, power loss, wheels, a soak"
+	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak"
 	@echo "README.md says how long each takes, and what it downloads."
 
 fast: install-dev lint

@@ -17,9 +17,7 @@ from tests.profiles import examples
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
-from tokenlake.core.cluster import directory_node
 from tokenlake.core.context import CoreConfig
-from tokenlake.core.engines import corruption
 from tokenlake.core.instructions import (
     Answer,
     CheckSlot,
@@ -330,38 +328,6 @@ def test_senseless_messages_break_nothing(story: list[Step]) -> None:
         each(node)
         node.check()
     node.settle()
-
-
-def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
-    """Found by `test_senseless_messages_break_nothing`: the state of advertising in slices was kept after the peer was
-    lost."""
-    node = begun()
-    for keys in (b"".join(KEYS[:8]), b"".join(KEYS[8:])):
-        node.store(1, keys, 8, 3)
-        node.wait(2.0)
-    assert len(list(node.core.store.segments())) > 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory_node, "WALKED_SLOTS", 1)
-        node.connect("n2", 2)
-        assert node.core.census()["walks"]
-        node.disconnect("n2", 2)
-        for _ in range(200):
-            node.wait(0.005)
-    assert not node.core.census()["walks"]
-
-
-def test_a_check_that_takes_long_does_not_delay_the_next_ones() -> None:
-    """Found by `test_senseless_messages_break_nothing`: after a check of 40 s the next copy was checked 120 s later."""
-    node = begun()
-    node.store(1, b"".join(KEYS[:2]), 8, 3)
-    node.wait(2.0)
-    node.said("n1", peer.Corrupt("red", b"".join(KEYS[:2])))
-    assert node.core.census()["copies to check"] == 2
-    node.wait(40.0)
-    node.checked(True)
-    node.wait(corruption.MAX_REST_S)
-    node.checked(True)
-    assert node.core.census()["copies to check"] == 0
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)

@@ -22,7 +22,6 @@ from tokenlake.config import Secret
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, engine, peer
 from tokenlake.wire.frames import decode, encode
-from tokenlake.wire.slots import slot_array, split_keys, unpack_slots
 from tokenlake_server.peers.handshake import Acceptor, Dialler, PeerIdentity
 
 MAX_FRAME = 1000
@@ -135,19 +134,6 @@ def test_a_stream_of_frames_holds_one_frame_at_most(
         assert read + len(frames.rest()) == len(stream)
 
 
-@pytest.mark.parametrize("unpack", [split_keys, unpack_slots, slot_array], ids=lambda unpack: unpack.__name__)
-@given(data=st.data())
-def test_packed_fields_add_up_or_are_refused(unpack: Any, data: st.DataObject) -> None:
-    packed = data.draw(st.binary(max_size=200))
-    width = 32 if unpack is split_keys else 16
-    try:
-        items = unpack(packed)
-    except ValueError:
-        assert len(packed) % width
-    else:
-        assert len(items) * width == len(packed)
-
-
 def identity(node: str, secret: bytes) -> PeerIdentity:
     return PeerIdentity(node, 1, (Secret(secret),))
 
@@ -174,10 +160,7 @@ def test_nobody_without_the_secret_is_believed(challenge: peer.PeerChallenge, no
     assert dialler.incarnation is None
 
 
-@given(
-    hello=hostile(peer.PeerHello),
-    data=st.data(),
-)
+@given(hello=hostile(peer.PeerHello), data=st.data())
 @settings(max_examples=examples(200))
 def test_a_proof_fits_what_was_said_and_nothing_else(hello: peer.PeerHello, data: st.DataObject) -> None:
     """Another process changes the proof on the way."""

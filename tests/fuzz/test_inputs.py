@@ -140,40 +140,10 @@ def test_an_engines_settings_are_taken_or_refused_by_name(extra: dict[str, Any],
         assert found.write_queue > 0
 
 
-@pytest.mark.parametrize("field", ["match_ms", "write_patience_s"])
-@pytest.mark.parametrize("value", ["nan", "inf", float("nan"), float("inf")])
-def test_no_deadline_of_an_engine_is_endless(field: str, value: object) -> None:
-    """The daemon closes the connection of an engine that sends such a deadline (found by the test above)."""
-    with pytest.raises(ConfigurationError, match=field):
-        read_settings({field: value}, {})
-
-
-@pytest.mark.parametrize("field", [field for field in ENGINE_FIELDS if field != "socket"])
-def test_a_variable_that_is_no_text_is_refused_by_name(field: str) -> None:
-    """Such text would raise a UnicodeEncodeError, at once or with the first key (found by the test above)."""
-    with pytest.raises(ConfigurationError, match=field):
-        read_settings({}, {f"TOKENLAKE_ENGINE_{field.upper()}": "caf\udce9"})
-
-
-@pytest.mark.parametrize("field", ["credential", "credentials", "token"])
-def test_a_refused_credential_is_not_shown(field: str) -> None:
-    """Found beside it."""
-    with pytest.raises(ConfigurationError) as refused:
-        read_settings({field: [TOKEN]}, {})
-    assert TOKEN not in str(refused.value)
-
-
 # -- layouts
 
 LAYOUT = Layout(
-    model_id="m",
-    weights_digest="00",
-    dtype="float16",
-    layers=2,
-    kv_heads=8,
-    key_dim=64,
-    value_dim=64,
-    position="rope",
+    model_id="m", weights_digest="00", dtype="float16", layers=2, kv_heads=8, key_dim=64, value_dim=64, position="rope"
 )
 layout_pairs = st.lists(
     st.tuples(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,40 +230,22 @@ def test_evictions(two: Cluster) -> None:
 
 
 def test_events_as_they_happen(two: Cluster) -> None:
-    words = ["from tokenlake_operator.events import events; events()", "--json", *at(two)]
-    with (
-        subprocess.Popen([sys.executable, "-c", *words], stdout=subprocess.PIPE, text=True) as process,
-        ExitStack() as stack,
-    ):
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        prompt = Prompt(30, 2)
-        with two.connect(0, LAYOUT) as pool:
-            # Changes before the stream began are no changes: prompts are stored until one is seen.
-            seen: list[str] = []
-            reading = threading.Thread(target=lambda: seen.append(process.stdout.readline()))  # type: ignore[union-attr]
-            reading.start()
-            number = 100
-            while reading.is_alive():
-                store(pool, Prompt(number, 1))
-                number += 1
-                reading.join(0.2)
-            store(pool, prompt)
-            wanted = {key.hex() for key in pool.prefix(prompt.tokens).keys}
-            lines = [json.loads(seen[0])]
-            while not wanted <= {each.get("key") for each in lines}:
-                lines.append(json.loads(process.stdout.readline()))
-            cursor = lines[-1]["cursor"]
-            process.send_signal(signal.SIGINT)
-            assert all(each["what"] == "stored" and each["node"] == "node0" for each in lines)
-            snapshot = run(events, "--snapshot", "--json", *at(two)).stdout.splitlines()
-            assert wanted <= {json.loads(line)["key"] for line in snapshot}
-            told(evict, "--segment", next(iter(wanted)), *at(two))
-            (gone,) = run(events, "--after", cursor, "--count", "1", "--json", *at(two)).stdout.splitlines()
-            assert (json.loads(gone)["what"], json.loads(gone)["key"] in wanted) == ("gone", True)
-            plain = run(events, "--after", cursor, "--count", "1", *at(two)).stdout
-            assert plain.startswith("gone ")
-        assert process.wait(10) in (1, -signal.SIGINT)
+    with two.connect(0, LAYOUT) as pool, ThreadPoolExecutor(1) as threads:
+        reading, number = threads.submit(run, events, "--count", "3", "--json", *at(two)), 100
+        while not reading.done():
+            # Changes before the stream began are no changes: prompts are stored until some are seen.
+            store(pool, Prompt(number, 1))
+            number += 1
+        lines = [json.loads(line) for line in reading.result().stdout.splitlines()]
+        assert [(each["what"], each["node"]) for each in lines] == [("stored", "node0")] * 3
+        snapshot = run(events, "--snapshot", "--json", *at(two)).stdout.splitlines()
+        assert {each["key"] for each in lines} <= {json.loads(line)["key"] for line in snapshot}
+        told(evict, "--segment", lines[0]["key"], *at(two))
+        cursor, one = lines[-1]["cursor"], ("--count", "1", *at(two))
+        while (change := json.loads(run(events, "--after", cursor, "--json", *one).stdout))["what"] == "stored":
+            cursor = change["cursor"]
+        assert (change["what"], change["key"]) == ("gone", lines[0]["key"])
+        assert run(events, "--after", cursor, *one).stdout.startswith("gone ")
     assert run(events, "--after", "x", *at(two)).exit_code == 2
     lost = run(events, "--after", "1.1", *at(two))
     assert (lost.exit_code, "take a snapshot" in lost.stderr) == (1, True)
@@ -286,51 +264,6 @@ def test_explain_as_the_operator(two: Cluster) -> None:
     assert run(explain, "nothing", "--tenant", "default", *at(two)).exit_code == 1
     empty = run(explain, "", *at(two))
     assert (empty.exit_code, "REQUEST_ID is empty" in empty.stderr) == (2, True)
-
-
-def test_names_control_no_terminal(two: Cluster) -> None:
-    with two.connect(0, LAYOUT) as pool:
-        for number in range(3):
-            name = f"\x1b]0;title\x07-{number}"
-            pool.match(pool.prefix(Prompt(50, 1).tokens).keys, MatchOptions(request=name)).release()
-    shown = run(top, "--once", "--interval", "0.2", *at(two)).stdout
-    assert not {"\x1b", "\x07"} & set(shown)
-
-
-def test_a_terminal_gets_one_screen_that_is_refreshed(two: Cluster) -> None:
-    """In a pseudo-terminal `top` uses the other screen, draws more than once, and leaves at Ctrl-C."""
-    import pty
-
-    main, child = pty.openpty()
-    words = ["from tokenlake_operator.top import top; top()", "--interval", "0.2", *at(two)]
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", *words], stdin=child, stdout=child, stderr=child, env=environ
-        ) as process,
-        ExitStack() as stack,
-    ):
-        stack.callback(process.kill)
-        os.close(child)
-        drawn = b""
-        until = time.monotonic() + 30
-        while drawn.count(b"hot prefixes") < 3:
-            assert time.monotonic() < until, drawn
-            drawn += os.read(main, 65536)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                more = os.read(main, 65536)
-            except OSError:
-                break
-            if not more:
-                break
-            drawn += more
-        assert process.wait(10) == 0, drawn[-2000:]
-    os.close(main)
-    assert b"\x1b[?1049h" in drawn
-    assert b"\x1b[?1049l" in drawn
-    assert b"Traceback" not in drawn
 
 
 def test_members_of_a_file_and_of_the_defaults(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -15,13 +15,14 @@ import pytest
 pytest.importorskip("grpc")
 
 from tests.operator.scene import checks, control_of, examined, run
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, read, store, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, read, store, total, wait_until
 from tests.server import certified
-from tests.server.control.scene import local, served
+from tests.server.control.scene import served
 from tests.server.test_bulk_listen import two
 from tokenlake_client import Pool
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_server.ca import issue
+from tokenlake_server.peers.states import WARN_S
 from tokenlake_testing.cluster import Cluster, Node, node_names
 from tokenlake_testing.etcd import EtcdServers, etcd_version
 from tokenlake_testing.network import Network, missing
@@ -97,8 +98,24 @@ def secrets(file: Path, cluster_secret: str, tenant: str) -> dict[str, str]:
     return {"config": str(file)}
 
 
+STATES = {
+    "a-lacks": "unreachable",
+    "z-lacks": "refused",
+    "z-secret": "refused",
+    "z-cluster": "refused",
+    "z-dead": "unreachable",
+    "z-other": "connected",
+    "z-ring": "other ring",
+}
+
+
+class Examined(NamedTuple):
+    report: dict[str, Any]
+    node: Node
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
     """The report about a node whose peers are each wrong in another way."""
     directory = tmp_path_factory.mktemp("plain")
     names = (FIRST, "a-lacks", "z-lacks", "z-secret", "z-cluster", "z-dead", "z-other", "z-ring")
@@ -122,16 +139,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         settings = {**common, "listen": f"127.0.0.1:{ports[name]}", **own[name]}
         nodes.append(Node(name, directory, settings, module))
     [first, *others] = [node for node in nodes if node.name != "z-dead"]
-    expected = {
-        "a-lacks": "unreachable",
-        "z-lacks": "refused",
-        "z-secret": "refused",
-        "z-cluster": "refused",
-        "z-dead": "unreachable",
-        "z-other": "connected",
-        "z-ring": "other ring",
-    }
-    with started([first, *others], expected), ExitStack() as stack:
+    with started([first, *others], STATES), ExitStack() as stack:
         other = next(node for node in others if node.name == "z-other")
         for model, change in (
             ("weights", {"weights_digest": "01"}),
@@ -142,19 +150,40 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             stack.enter_context(Pool.connect(first.socket, layout, TOKEN, deadlines=PATIENT))
             changed = msgspec.structs.replace(layout, **change)
             stack.enter_context(Pool.connect(other.socket, changed, TOKEN, deadlines=PATIENT))
-        yield examined(first)
+        yield Examined(examined(first), first)
 
 
 @pytest.mark.parametrize(("check", "where", "cure"), PLAIN)
-def test_planted_between_nodes_without_certificates(plain: dict[str, Any], check: str, where: str, cure: str) -> None:
-    found(plain, check, where, cure)
+def test_planted_between_nodes_without_certificates(plain: Examined, check: str, where: str, cure: str) -> None:
+    found(plain.report, check, where, cure)
 
 
-def test_the_paths_of_connected_peers_are_measured(plain: dict[str, Any]) -> None:
-    pairs = {(path["from"], path["to"]) for path in plain["paths"]}
+def test_the_pages_and_the_log_name_each_state(plain: Examined) -> None:
+    """Exactly one state of each peer is 1. The log says so without a request for a page."""
+    node = plain.node
+    peers, samples = json.loads(node.page("/health"))["peers"], node.metrics()
+    assert total(node, "tokenlake_peer_state") == len(STATES)
+    for name, state in STATES.items():
+        assert samples[f'tokenlake_peer_state{{peer="{name}",state="{state}"}}'] == 1
+    for name, reason in (("a-lacks", f"must include '{FIRST}'"), ("z-dead", "refused"), ("z-ring", "'peers'")):
+        assert reason in peers[name]["reason"]
+    for line in ("peer z-dead: unreachable for 1", "peer z-lacks: refused for 1"):
+        wait_until(lambda line=line: line in node.log.read_text(), line, WARN_S + 10)  # type: ignore[misc]
+    log = node.log.read_text()
+    assert "peer z-other:" not in log
+    lines = [each for each in log.splitlines() if "'z-secret' did not prove to 'm'" in each]
+    assert lines
+    assert all("TOKENLAKE_CLUSTER_SECRET" in line for line in lines)
+    assert not any(secret * 8 in log for secret in ("ab", "cd", "aa", "bb"))
+    assert json.loads(node.page("/ready")) == {"node": FIRST, "ready": True}
+
+
+def test_the_paths_of_connected_peers_are_measured(plain: Examined) -> None:
+    paths = plain.report["paths"]
+    pairs = {(path["from"], path["to"]) for path in paths}
     assert pairs == {("z-other", "m"), ("m", "z-other"), ("z-ring", "m"), ("m", "z-ring")}
-    assert all(path["bytes_per_s"] > 1e6 and 0 < path["round_trip_s"] < 1 for path in plain["paths"])
-    assert not any(secret * 8 in json.dumps(plain) for secret in ("ab", "cd", "aa", "bb"))
+    assert all(path["bytes_per_s"] > 1e6 and 0 < path["round_trip_s"] < 1 for path in paths)
+    assert not any(secret * 8 in json.dumps(plain.report) for secret in ("ab", "cd", "aa", "bb"))
 
 
 # -- nodes with certificates
@@ -288,31 +317,33 @@ def test_sound_nodes_with_a_list(tmp_path: Path) -> None:
             sound(examined(node), 2, "the file of the settings: give --config; the settings of the daemon were checked")
 
 
-def test_sound_nodes_with_certificates_from_another_machine() -> None:
+@pytest.fixture(scope="module")
+def remote() -> Iterator[tuple[dict[str, str], Path]]:
+    """Two sound nodes with a control plane for other machines: the addresses, the directory of the CA."""
     cluster = Cluster(2, "8MiB", "1MiB", match_deadline_ms="2000")
-    addresses = served(cluster)
+    addresses, ca = served(cluster), cluster.directory / "ca"
+    for role in ("admin", "reader"):
+        issue(ca, role, role=role)
     with cluster:
-        ca = cluster.directory / "ca"
-        issue(ca, "alice", role="admin")
-        # The sockets of this machine are not asked.
-        words = ["--certificate", ca / "alice.pem", "--key", ca / "alice-key.pem", "--ca", ca / "ca.pem", "--json"]
-        for node in (addresses["node0"], f"node1={addresses['node1']}"):
-            result = run(doctor, "--node", node, *words)
-            assert result.exit_code == 0, result.output
-            sound(json.loads(result.stdout), 2)
+        yield addresses, ca
 
 
-def test_a_reader_is_told_what_was_not_checked() -> None:
-    """A caller that may only read is told what was not checked."""
-    cluster = Cluster(2, "8MiB", "1MiB", match_deadline_ms="2000")
-    addresses = served(cluster)
-    with cluster:
-        ca = cluster.directory / "ca"
-        issue(ca, "bob", role="reader")
-        words = ["--certificate", ca / "bob.pem", "--key", ca / "bob-key.pem", "--ca", ca / "ca.pem", "--json"]
-        report = json.loads(run(doctor, "--node", addresses["node0"], *words).stdout)
-        assert report["findings"] == []
-        assert len(report["not_checked"]) == 2
-        assert all("needs the role admin" in each for each in report["not_checked"])
-        with local(cluster.nodes[0]) as control:
-            control.status()
+def asked(ca: Path, node: str, role: str) -> dict[str, Any]:
+    """The report for a caller of this role. The sockets of this machine are not asked."""
+    words = ["--certificate", ca / f"{role}.pem", "--key", ca / f"{role}-key.pem", "--ca", ca / "ca.pem", "--json"]
+    result = run(doctor, "--node", node, *words)
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert (result.exit_code, report["findings"]) == (0, []), result.output
+    return report
+
+
+def test_sound_nodes_with_certificates_from_another_machine(remote: tuple[dict[str, str], Path]) -> None:
+    addresses, ca = remote
+    for node in (addresses["node0"], f"node1={addresses['node1']}"):
+        sound(asked(ca, node, "admin"), 2)
+
+
+def test_a_reader_is_told_what_was_not_checked(remote: tuple[dict[str, str], Path]) -> None:
+    report = asked(remote[1], remote[0]["node0"], "reader")
+    assert len(report["not_checked"]) == 2
+    assert all("needs the role admin" in each for each in report["not_checked"])

@@ -30,13 +30,11 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import engine
 from tokenlake_client import MatchOptions
 from tokenlake_operator import explain as explaining
-from tokenlake_operator import nodes
 from tokenlake_operator.doctor.command import doctor
 from tokenlake_operator.events import events
 from tokenlake_operator.evict import evict
 from tokenlake_operator.explain import explain
 from tokenlake_operator.members import drain, remove
-from tokenlake_operator.reaching import Reached, Target
 from tokenlake_operator.status import status
 from tokenlake_operator.top import top
 from tokenlake_proto.v1 import admin_pb2
@@ -93,43 +91,19 @@ def test_no_daemon(name: str, tmp_path: Path) -> None:
     assert "no daemon with a control plane at" in refused(name, "--socket", tmp_path / "nothing.control")
 
 
-def test_the_socket_of_a_dead_daemon(tmp_path: Path) -> None:
-    path = tmp_path / "dead.control"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.bind(str(path))
-    assert "the one that made it has ended" in refused("status", "--socket", path)
-
-
-def test_a_file_that_is_no_socket(tmp_path: Path) -> None:
-    path = tmp_path / "file.control"
+def test_a_path_at_which_no_daemon_listens(tmp_path: Path) -> None:
+    path = tmp_path / "a.control"
     path.write_text("")
     assert "is no socket" in refused("status", "--socket", path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="files of another user need root")
-def test_the_socket_of_another_user(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.control"
+    path.unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(str(path))
-        sock.listen()
-        os.chown(path, 65534, 65534)
-        line = refused("status", "--socket", path)
-    assert "belongs to uid 65534" in line
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
-def test_explain_by_a_user_who_may_not_use_the_socket(remote: tuple[Cluster, Any, Path]) -> None:
-    program = (
-        "import os, sys; from tokenlake_operator.explain import explain; os.setegid(65534); os.seteuid(65534)\n"
-        "explain(['x', '--daemon-uid', '0', '--socket', sys.argv[1]])"
-    )
-    node = remote[0].nodes[0]
-    remote[0].directory.chmod(0o755)
-    found = subprocess.run(
-        [sys.executable, "-c", program, str(node.socket)], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith(f"Error: this user, uid 65534, may not connect to {node.socket}, which belongs")
+        if not os.geteuid():
+            sock.listen()
+            os.chown(path, 65534, 65534)
+            assert "belongs to uid 65534" in refused("status", "--socket", path)
+            os.chown(path, 0, 0)
+    assert "the one that made it has ended" in refused("status", "--socket", path)
 
 
 ENGINE = """
@@ -311,16 +285,6 @@ def test_one_socket_in_place_of_the_other(remote: tuple[Cluster, dict[str, str],
     assert f"is the control socket; this command takes the socket of engines, by default {node.socket}" in other.stderr
     assert "Path of the socket of engines; with --tenant" in run(explain, "--help").stdout
     assert "Path of the control socket." in run(status, "--help").stdout
-
-
-def test_a_peer_that_is_not_connected_is_not_asked() -> None:
-    """Whether a certificate was given or not."""
-    first = Reached(Mock(), "a.control", None)
-    member = admin_pb2.Member(node="b", control="127.0.0.1:7442")
-    assert nodes._other(Target(), first, "a", member, ()) == (None, "it is not connected with 'a'")
-    assert nodes._other(Target(), first, "a", member, ("b",))[1] == (
-        "no certificate was given (--certificate, --key, --ca)"
-    )
 
 
 # -- the daemons of this machine

@@ -18,7 +18,7 @@ from tests.query.raw import memfd, raw_engine
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries, engine_of, open_view, serving
 from tests.robustness.live import LIMIT_S, PATIENT, descriptors_of, memory_of, wait_until
 from tests.server import raw as server
-from tests.server.test_tenants import TENANTS
+from tests.server.scene import BLUE, RED, tenants
 from tokenlake.attention import Partial
 from tokenlake.errors import LimitReached
 from tokenlake.wire import Code, engine, pack_frame
@@ -34,15 +34,11 @@ from tokenlake_testing.cluster import Cluster, Node
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live
 
-RED, BLUE = "red-token-0123456789", "blue-token-0123456789"
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    file = tmp_path_factory.mktemp("tenants") / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    with serving(1, "16MiB", credential=BLUE, config=str(file)) as cluster:
+    file = tenants(tmp_path_factory.mktemp("tenants"))
+    with serving(1, "16MiB", credential=BLUE, config=file) as cluster:
         yield cluster
 
 

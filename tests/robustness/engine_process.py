@@ -87,10 +87,6 @@ class Engine:
         self.pool.close()
         return {}
 
-    def drop(self) -> dict[str, Any]:
-        self.write = None
-        return {}
-
     def fork(self) -> dict[str, Any]:
         """A child that waits to be killed."""
         child = os.fork()

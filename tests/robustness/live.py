@@ -267,6 +267,12 @@ def outcomes(codes: bytes) -> set[Code]:
     return {Code(code) for code in codes}
 
 
+def pid_of(node: Node) -> int:
+    """The process id of a daemon that was started."""
+    assert node.process is not None
+    return node.process.pid
+
+
 def threads_of(pid: int) -> int:
     """Threads of a process."""
     return len(os.listdir(f"/proc/{pid}/task"))

@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import (
-    LAYOUT,
-    PATIENT,
-    EngineProcess,
-    Prompt,
-    all_free,
-    match,
-    store,
-    total,
-    wait_until,
-)
+from tests.robustness.live import LAYOUT, PATIENT, EngineProcess, Prompt, all_free, match, store, total, wait_until
 from tests.robustness.matrix.proxy import Proxy
 from tests.server.raw import Raw, hello
 from tokenlake.wire import Code, engine
@@ -119,10 +109,7 @@ def test_no_process_takes_over_the_leases_of_another(node: Node) -> None:
 
 def test_a_process_without_the_lock_is_refused(node: Node) -> None:
     """The daemon could not notice its death."""
-    with Raw(node.socket) as raw:
-        raw.send(hello())
-        assert isinstance(raw.reply(), engine.Welcome)
+    with Raw.joined(node.socket) as raw:
         raw.send(engine.Match(2, bytes(32), 1.0))
-        refused = raw.reply()
-        assert isinstance(refused, engine.Failed)
+        refused = raw.failed()
         assert "lock" in refused.reason

@@ -1,15 +1,17 @@
-"""Copies with wrong bytes in real daemons: no reader gets them for long, and a sound copy takes their place."""
+"""A sound copy takes the place of a corrupt one in the same fetch; an engine that dies while it is frozen."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT,
+    EngineProcess,
     Prompt,
-    accounted,
+    daemons,
     flip,
     local_keys,
     match,
@@ -23,6 +25,21 @@ from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with daemons(3, "24MiB", "4MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pools(cluster: Cluster) -> Iterator[list[Pool]]:
+    """One pool at each node. None of them verifies checksums."""
+    pools = [cluster.connect(number, LAYOUT) for number in range(3)]
+    yield pools
+    for pool in pools:
+        pool.close()
 
 
 def stored(cluster: Cluster, pools: list[Pool], *readers: int) -> list[Prompt]:
@@ -44,25 +61,6 @@ def confirmed(cluster: Cluster) -> float:
     return sum(total(node, "tokenlake_confirmed_segments_total") for node in cluster.nodes)
 
 
-def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[Pool]) -> None:
-    """Each prompt has one copy, at node 0, with a flipped bit. The engines there do not verify checksums."""
-    prompts = stored(cluster, pools)
-    for prompt in prompts:
-        assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
-        assert read(pools[1], prompt) == 0, "the corrupt segment is a miss"
-    wait_until(lambda: confirmed(cluster) == len(prompts), "each copy was checked and dropped")
-    for prompt in prompts:
-        assert read(pools[0], prompt) == 0, "the engine at the source misses as well"
-        store(pools[1], prompt)
-    wait_told(cluster)
-    for prompt in prompts:
-        for pool in pools:
-            assert read(pool, prompt) == 1
-    assert total(cluster.nodes[0], "tokenlake_reported_segments_total") == len(prompts)
-    for node in cluster.nodes:
-        wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up", 2 * LIMIT_S)  # type: ignore[misc]
-
-
 def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pools: list[Pool]) -> None:
     """The owner, node 0, and node 1 have a copy of each prompt. The copy that is fetched first is corrupt; that of node
     1 is found where node 1 is a candidate of the key."""
@@ -79,24 +77,19 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pool
             del arrays
     assert healed > 0
     assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == len(prompts)
+    assert total(cluster.nodes[2], "tokenlake_healed_segments_total") == healed
     wait_until(lambda: confirmed(cluster) == len(prompts), "each wrong copy was checked and dropped")
     for prompt in prompts:
         for pool in pools:
             assert read(pool, prompt) <= 1
 
 
-def test_a_verifying_engine_reports_a_corrupt_copy(cluster: Cluster, pools: list[Pool]) -> None:
-    prompts = stored(cluster, pools)
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, verify=True, deadlines=PATIENT) as careful:
-        for prompt in prompts:
-            assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
-            assert read(careful, prompt) == 0
-        wait_until(lambda: confirmed(cluster) == len(prompts), "each copy was checked and dropped")
-        assert careful.corrupt == len(prompts)
-        for prompt in prompts:
-            assert read(pools[0], prompt) == 0, "the engine that does not verify misses"
-            store(careful, prompt)
-        wait_told(cluster)
-        for prompt in prompts:
-            for pool in (*pools, careful):
-                assert read(pool, prompt) == 1
+def test_frozen_and_killed_engine_frees_its_quarantine() -> None:
+    with daemons(lease_s="0.4", reservation_s="0.4") as cluster, EngineProcess(cluster.nodes[0].socket) as engine:
+        node = cluster.nodes[0]
+        engine.ask("prepare", seed=6, segments=8)
+        engine.freeze()
+        wait_until(lambda: total(node, "tokenlake_quarantined_slots") == 8, "in quarantine")
+        engine.kill()
+        wait_until(lambda: total(node, "tokenlake_processes") == 0, "its death is seen")
+        assert total(node, "tokenlake_quarantined_slots") == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, read, store, wait_told, wait_until
+from tests.robustness.live import LAYOUT, Prompt, daemons, pid_of, read, store, wait_told, wait_until
 from tests.robustness.matrix import on_peer
 from tests.robustness.matrix.measure import Outcome
 from tokenlake.wire import Code
@@ -41,8 +41,7 @@ def test_segments_are_read_with_nixl_where_it_is_allowed() -> None:
             assert cluster.nodes[0].metrics()["tokenlake_nixl_bytes"] == before + 4 * LAYOUT.segment_bytes
         with cluster.connect(2, LAYOUT) as other:
             assert read(other, prompt) == 4
-        assert plain.process is not None
-        maps = Path(f"/proc/{plain.process.pid}/maps").read_text()
+        maps = Path(f"/proc/{pid_of(plain)}/maps").read_text()
         assert "nixl" not in maps
         assert "libuc" not in maps
         assert [node.stop() for node in cluster.nodes] == [0, 0, 0]

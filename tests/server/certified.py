@@ -42,14 +42,16 @@ def encrypted(
     return cluster
 
 
-def nodes(cluster: Cluster, settings: dict[str, dict[str, str]], host: str = "127.0.0.1") -> list[Node]:
-    """Start nodes of these names that are each other's peers, with these settings, at the address `host`."""
-    ports = {name: reserve_port() for name in settings}
-    peers = ",".join(f"{name}={host}:{port}" for name, port in ports.items())
+def nodes(cluster: Cluster, settings: dict[str, dict[str, str]], hub: str = "") -> list[Node]:
+    """Start nodes of these names with these settings that are each other's peers; with a `hub`, it alone is a peer of
+    the others."""
+    addresses = {name: f"127.0.0.1:{reserve_port()}" for name in settings}
     made = []
     for name, own in settings.items():
-        common = {"memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000", "peers": peers}
-        made.append(Node(name, cluster.directory, common | {"listen": f"{host}:{ports[name]}"} | own))
+        known = [other for other in settings if hub in ("", name, other)]
+        common = {"memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000", "listen": addresses[name]}
+        common["peers"] = ",".join(f"{other}={addresses[other]}" for other in known)
+        made.append(Node(name, cluster.directory, common | own))
         made[-1].start()
     cluster.nodes += made
     return made

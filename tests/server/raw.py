@@ -44,6 +44,20 @@ class Raw:
         sock.settimeout(LIMIT_S)
         return raw
 
+    @classmethod
+    def joined(cls, path: Path, **changes: Any) -> Raw:
+        """A connection whose Hello, with these changed fields, was accepted."""
+        raw = cls(path)
+        raw.send(hello(**changes))
+        assert isinstance(raw.reply(), engine.Welcome)
+        return raw
+
+    def failed(self) -> engine.Failed:
+        """The daemon's next reply, which is a refusal."""
+        reply = self.reply()
+        assert isinstance(reply, engine.Failed), reply
+        return reply
+
     def __enter__(self) -> Raw:
         return self
 
@@ -106,8 +120,7 @@ def refusal(path: Path, message: msgspec.Struct) -> engine.Failed:
     """The daemon's reply to a first frame, with which it refuses and closes the connection."""
     with Raw(path) as raw:
         raw.send(message)
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed), failed
+        failed = raw.failed()
         assert raw.closed()
         return failed
 

@@ -7,18 +7,25 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tests.robustness.live import LIMIT_S, PATIENT, PATIENT_S, total
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, PATIENT_S, pid_of, total, wait_told
 from tests.server import certified
-from tests.server.test_bulk_transfers import COUNT, LARGE, store_at_first
+from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
 from tokenlake_testing.cluster import Cluster, Node, node_names
 from tokenlake_testing.network import Network, missing
 from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
+LARGE = Layout(**(msgspec.structs.asdict(LAYOUT) | {"model_id": "large", "segment_tokens": 3072}))
+"""3 MiB in two shards: each is received in pieces. `COUNT` segments come in two halves."""
+COUNT = 8
 ATTEMPTS = 5
 """The reads, each by a daemon that just started: on a busy machine it may take a path for a broken one."""
 
@@ -37,10 +44,26 @@ def two(directory: Path, hosts: list[str], *, encrypted: bool, network: Network 
         yield cluster
 
 
+def store_at_first(two: Cluster, seed: int) -> tuple[list[SegmentKey], NDArray[np.uint8]]:
+    """Store at the first node while the second is down, so that the first one keeps the segments."""
+    second = two.nodes[1]
+    second.kill()
+    draw = np.random.default_rng(seed)
+    content = draw.integers(0, 256, (COUNT, LARGE.segment_bytes), dtype=np.uint8)
+    with two.connect(0, LARGE) as pool:
+        keys = pool.prefix(draw.integers(0, 1 << 17, COUNT * LARGE.segment_tokens).tolist()).keys
+        assert pool.store_all(keys, content, patience=LIMIT_S) == bytes([Code.COMMITTED]) * COUNT
+        wait_told(two)
+    second.start()
+    two.wait_ready()
+    return list(keys), content
+
+
 def read_large(cluster: Cluster, seed: int) -> None:
     """The second node reads what the first one stored: two halves over two connections."""
     keys, content = store_at_first(cluster, seed)
     with cluster.connect(1, LARGE) as pool, pool.match(keys, deadline_s=PATIENT_S) as lease:
+        assert lease.codes == bytes([Code.REMOTE]) * COUNT
         out = np.zeros_like(content)
         assert lease.copy_into(list(out), deadline_s=LIMIT_S) == COUNT
         assert np.array_equal(out, content)
@@ -52,8 +75,7 @@ def connections(node: Node, port: int) -> int:
     The tables in /proc/PID/net name the connections of all processes, so those of other tests to a server at the same
     port of another address. Only the sockets of the node's process count.
     """
-    assert node.process is not None
-    process = Path(f"/proc/{node.process.pid}")
+    process = Path(f"/proc/{pid_of(node)}")
     own = set()
     for path in (process / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # The process has closed it since.

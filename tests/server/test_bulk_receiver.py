@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.robustness.fake_peer import FakePeer
-from tests.robustness.live import LAYOUT, LIMIT_S, wait_until
+from tests.robustness.live import LIMIT_S, wait_until
 from tokenlake.config import Address
 from tokenlake.core.events import Event, FetchDone
 from tokenlake.core.instructions import AbortFetch, StartFetch
+from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.bulk.blocking_sockets import read_frame
@@ -68,6 +68,46 @@ def silent(backlog: int) -> Iterator[Address]:
         yield Address(*listener.getsockname())
 
 
+def welcomed(listener: socket.socket) -> socket.socket:
+    """A connection of a node, whose handshake this side has completed as node x."""
+    sock, _ = listener.accept()
+    sock.settimeout(LIMIT_S)
+    hello = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
+    assert isinstance(hello, peer.PeerHello)
+    sock.sendall(pack_frame(Acceptor(PeerIdentity("x", 1), hello, bytes(NONCE_BYTES)).challenge))
+    read_frame(sock, peer.HANDSHAKE_BYTES)
+    sock.sendall(pack_frame(peer.PeerWelcome()))
+    return sock
+
+
+def answer(sock: socket.socket) -> None:
+    """Answer one request: a probe with its bytes; none of the segments is here."""
+    request = decode(peer.bulk_request_decoder, read_frame(sock, peer.MAX_FRAME))
+    count = len(request.keys) // 32
+    pulled = peer.Pulled(16 if count else peer.PROBE_BYTES, bytes([Code.LOST]) * count, b"")
+    sock.sendall(pack_frame(pulled) + bytes(0 if count else peer.PROBE_BYTES))
+
+
+@contextlib.contextmanager
+def sound() -> Iterator[Address]:
+    """The address of a node x that answers probes."""
+
+    def serve(sock: socket.socket) -> None:
+        with sock, contextlib.suppress(OSError, ProtocolRefused, EOFError):
+            while True:
+                answer(sock)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(welcomed(listener),), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield Address(*listener.getsockname())
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
 def receiver(addresses: dict[str, Address], told: Address | None = None) -> Iterator[Rules]:
     """`told`: a further address of every node."""
@@ -89,21 +129,18 @@ def receiver(addresses: dict[str, Address], told: Address | None = None) -> Iter
 
 
 @pytest.mark.parametrize("backlog", [0, 64], ids=["connecting", "unanswered"])
-def test_an_abort_ends_a_fetch_at_once(backlog: int) -> None:
+def test_a_silent_node(backlog: int) -> None:
+    """An abort ends a fetch at once; without one the node is given up in time."""
     with silent(backlog) as address, receiver({"x": address}) as rules:
-        for fetch in range(THREADS_PER_NODE):
+        fetches = range(THREADS_PER_NODE)
+        for fetch in fetches:
             rules.start(fetch, "x")
         assert not rules.done
-        for fetch in range(THREADS_PER_NODE):
+        for fetch in fetches:
             rules.abort(fetch)
-        assert rules.wait(*range(THREADS_PER_NODE)) == [None] * THREADS_PER_NODE
-
-
-@pytest.mark.parametrize("backlog", [0, 64], ids=["connecting", "unanswered"])
-def test_a_silent_node_is_given_up(backlog: int) -> None:
-    with silent(backlog) as address, receiver({"x": address}) as rules:
-        rules.start(1, "x", answer_s=0.05)
-        assert rules.wait(1) == [False]
+        assert rules.wait(*fetches) == [None] * THREADS_PER_NODE
+        rules.start(100, "x", answer_s=0.05)
+        assert rules.wait(100) == [False]
 
 
 def test_a_fetch_without_a_thread_ends_when_it_is_aborted() -> None:
@@ -134,10 +171,8 @@ def test_one_node_leaves_threads_for_another() -> None:
 def test_one_path_of_two_that_fails(backlog: int, main: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The node is not taken for a silent one: its other path is used, and the one that failed is left alone."""
     caplog.set_level(logging.INFO, "tokenlake_server.bulk.receiver")
-    with silent(backlog) as address, FakePeer("x") as node:
-        node.serves([], LAYOUT)
-        sound = Address("127.0.0.1", node.port)
-        addresses = (address, sound) if main else (sound, address)
+    with silent(backlog) as address, sound() as other:
+        addresses = (address, other) if main else (other, address)
         with receiver({"x": addresses[0]}, addresses[1]) as rules:
             for fetch in range(6):
                 rules.start(fetch, "x", count=0, answer_s=0.5)
@@ -146,38 +181,15 @@ def test_one_path_of_two_that_fails(backlog: int, main: bool, caplog: pytest.Log
         assert [record.getMessage().count("leaves the path") for record in caplog.records] == [1]
 
 
-def test_two_paths_that_fail() -> None:
-    with silent(0) as one, silent(64) as other, receiver({"x": one}, other) as rules:
-        for fetch in range(3):
-            rules.start(fetch, "x", answer_s=0.1)
-            assert rules.wait(fetch) == [False]
-
-
-def deliver_nothing(listener: socket.socket) -> socket.socket:
-    """Answer one fetch of a node, which has none of the segments. The connection, which stays open."""
-    sock, _ = listener.accept()
-    sock.settimeout(LIMIT_S)
-    hello = decode(peer.handshake_decoder, read_frame(sock, peer.HANDSHAKE_BYTES))
-    assert isinstance(hello, peer.PeerHello)
-    sock.sendall(pack_frame(Acceptor(PeerIdentity("x", 1), hello, bytes(NONCE_BYTES)).challenge))
-    read_frame(sock, peer.HANDSHAKE_BYTES)
-    sock.sendall(pack_frame(peer.PeerWelcome()))
-    read_frame(sock, peer.MAX_FRAME)
-    sock.sendall(pack_frame(peer.Pulled(16, bytes([Code.LOST]), b"")))
-    return sock
-
-
 def test_the_idle_connections_with_a_member_that_left_are_closed() -> None:
-    class NoSlots:
-        def slots(self, places: object, nbytes: int) -> list[memoryview]:
-            return []
-
-    rules, arena = Rules(), NoSlots()
+    arena: Any = SimpleNamespace(slots=lambda places, size: [])
+    rules: Any = Rules()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         addresses = PeerAddresses({"x": Address(*listener.getsockname())})
-        made = BulkReceiver(PeerIdentity("here", 1), addresses, arena, rules)  # type: ignore[arg-type]
+        made = BulkReceiver(PeerIdentity("here", 1), addresses, arena, rules)
         rules.start(1, "x")
-        with deliver_nothing(listener) as sock:
+        with welcomed(listener) as sock:
+            answer(sock)
             assert rules.wait(1) == [True]
             made.follow()
             sock.settimeout(0.1)

@@ -16,7 +16,23 @@ from tokenlake_server.ca import ca
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(ca, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(ca, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def refused(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code in (1, 2), result.output
+    return result.output
+
+
+def read(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def names_of(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
 
 
 @pytest.fixture
@@ -27,66 +43,38 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_certificate_names_the_node_and_its_cluster(directory: Path) -> None:
-    issued = run("issue", "n1", "--directory", directory, "--address", "10.0.0.1", "--address", "n1.example")
-    assert issued.exit_code == 0
-    certificate = x509.load_pem_x509_certificate((directory / "n1.pem").read_bytes())
-    authority = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
-    certificate.verify_directly_issued_by(authority)
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    run("issue", "n1", "--directory", directory, "--address", "10.0.0.1", "--address", "n1.example")
+    certificate = read(directory / "n1.pem")
+    certificate.verify_directly_issued_by(read(directory / "ca.pem"))
+    names = names_of(certificate)
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["spiffe://lake/tokenlake/node/n1"]
     assert [str(each) for each in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1"]
     assert names.get_values_for_type(x509.DNSName) == ["n1.example"]
-
-
-def test_only_certificates_are_readable_by_others(directory: Path) -> None:
-    run("issue", "n1", "--directory", directory)
     modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
     assert modes == {"ca.pem": 0o644, "ca-key.pem": 0o600, "n1.pem": 0o644, "n1-key.pem": 0o600}
 
 
-@pytest.mark.parametrize("days", ["0.5", "30"])
+@pytest.mark.parametrize("days", ["0.5", "30", "9999"])
 def test_the_validity_is_an_option(directory: Path, days: str) -> None:
-    assert run("issue", "n1", "--directory", directory, "--days", days).exit_code == 0
-    certificate = x509.load_pem_x509_certificate((directory / "n1.pem").read_bytes())
-    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    assert abs(left.total_seconds() - float(days) * 86400) < 60
-
-
-def test_no_certificate_outlives_the_authority(directory: Path) -> None:
-    issued = run("issue", "n1", "--directory", directory, "--days", "9999")
-    certificate, authority = (
-        x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes()) for name in ("n1", "ca")
-    )
-    assert certificate.not_valid_after_utc == authority.not_valid_after_utc
-    assert f"valid until {authority.not_valid_after_utc:%Y-%m-%d}" in issued.output
-
-
-def test_a_name_without_a_certificate_is_not_renewed(directory: Path) -> None:
-    refused = run("issue", "n1", "--directory", directory, "--renew")
-    assert refused.exit_code == 1
-    assert "n1.pem does not exist" in refused.output
-    assert not (directory / "n1.pem").exists()
+    """No certificate outlives the authority."""
+    issued = run("issue", "n1", "--directory", directory, "--days", days)
+    end, last = read(directory / "n1.pem").not_valid_after_utc, read(directory / "ca.pem").not_valid_after_utc
+    asked = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=float(days))
+    assert abs((end - min(asked, last)).total_seconds()) < 60
+    assert f"valid until {end:%Y-%m-%d}" in issued.output
 
 
 def test_renewal_replaces_both_files(directory: Path) -> None:
+    assert "n1.pem does not exist" in refused("issue", "n1", "--directory", directory, "--renew")
     run("issue", "n1", "--directory", directory)
     before = [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")]
-    refused = run("issue", "n1", "--directory", directory)
-    assert refused.exit_code == 1
-    assert "n1.pem exists already; use --renew" in refused.output
+    assert "n1.pem exists already; use --renew" in refused("issue", "n1", "--directory", directory)
+    other = refused("issue", "n1-key", "--directory", directory, "--renew")
+    assert "n1-key.pem is no certificate but the key of another node" in other
     assert [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")] == before
     assert run("issue", "n1", "--directory", directory, "--renew").exit_code == 0
     after = [(directory / name).read_bytes() for name in ("n1.pem", "n1-key.pem")]
     assert not set(before) & set(after)
-
-
-def test_renewal_replaces_no_key_of_another_node(directory: Path) -> None:
-    run("issue", "n1", "--directory", directory)
-    before = (directory / "n1-key.pem").read_bytes()
-    refused = run("issue", "n1-key", "--directory", directory, "--renew")
-    assert refused.exit_code == 1
-    assert "n1-key.pem is no certificate but the key of another node" in refused.output
-    assert (directory / "n1-key.pem").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -99,33 +87,16 @@ def test_renewal_replaces_no_key_of_another_node(directory: Path) -> None:
         (("issue", "n1", "--days", "0"), "0"),
         (("issue", "n1", "--days", "1e9"), "days=1000000000"),
         (("issue", "n1", "--address", "caf\N{LATIN SMALL LETTER E WITH ACUTE}"), "address"),
+        (("issue", "n1", "--role", "root"), "root"),
+        (("issue", "n1", "--tenant", "red"), ""),
+        (("issue", "n1", "--role", "admin", "--tenant", "red"), ""),
+        (("issue", "n1", "--role", "reader", "--tenant", "a/b"), "the name of a tenant is 'a/b'"),
+        (("issue", "a/b", "--role", "reader"), "the name of a caller is 'a/b'"),
     ],
 )
 def test_refusals(directory: Path, arguments: tuple[str, ...], expected: str) -> None:
-    refused = run(*arguments, "--directory", directory)
-    assert refused.exit_code in (1, 2)
-    assert expected in refused.output
-    assert refused.exception is None or isinstance(refused.exception, SystemExit)
-
-
-def foreign(directory: Path, *names: x509.GeneralName) -> None:
-    """Replace the certificate of the CA by one with other names, or with none."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "another CA")])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now)
-        .not_valid_after(now + datetime.timedelta(days=1))
-    )
-    if names:
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    pem = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    (directory / "ca.pem").write_bytes(pem)
+    assert expected in refused(*arguments, "--directory", directory)
+    assert not (directory / "n1.pem").exists()
 
 
 URI = x509.UniformResourceIdentifier
@@ -141,11 +112,15 @@ URI = x509.UniformResourceIdentifier
     ],
 )
 def test_the_certificate_of_another_ca(directory: Path, names: list[x509.GeneralName], expected: str) -> None:
-    foreign(directory, *names)
-    refused = run("issue", "n1", "--directory", directory)
-    assert refused.exit_code == 1
-    assert isinstance(refused.exception, SystemExit), refused.exception
-    assert expected in refused.output
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "another CA")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(subject, subject, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    (directory / "ca.pem").write_bytes(pem)
+    assert expected in refused("issue", "n1", "--directory", directory)
 
 
 def test_an_encrypted_key_of_the_ca(directory: Path) -> None:
@@ -153,62 +128,29 @@ def test_an_encrypted_key_of_the_ca(directory: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
     (directory / "ca-key.pem").write_bytes(pem)
-    refused = run("issue", "n1", "--directory", directory)
-    assert isinstance(refused.exception, SystemExit), refused.exception
-    assert "ca-key.pem was not made by `tokenlake ca init`, or has changed" in refused.output
+    expected = "ca-key.pem was not made by `tokenlake ca init`, or has changed"
+    assert expected in refused("issue", "n1", "--directory", directory)
 
 
-def test_a_name_of_a_tenant_is_named_so(directory: Path) -> None:
-    refused = run("issue", "alice", "--directory", directory, "--role", "reader", "--tenant", "a/b")
-    assert "the name of a tenant is 'a/b'" in refused.output
-    assert "the name of a caller is 'a/b'" in run("issue", "a/b", "--directory", directory, "--role", "reader").output
-
-
-def test_a_directory_without_an_authority(tmp_path: Path) -> None:
-    refused = run("issue", "n1", "--directory", tmp_path)
-    assert refused.exit_code == 1
-    assert "make a CA first: tokenlake ca init" in refused.output
-
-
-def test_a_cluster_needs_a_valid_name(tmp_path: Path) -> None:
-    refused = run("init", "--directory", tmp_path, "--cluster", "My Lake")
-    assert refused.exit_code == 1
-    assert "the name of a cluster is 'My Lake'" in refused.output
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    refused = run("init", "--directory", file / "ca")
-    assert refused.exit_code == 1
-    assert "Not a directory" in refused.output
-
-
-def test_a_caller_has_a_role_and_cannot_serve(directory: Path) -> None:
-    """A caller of the control plane has a role and cannot serve."""
-    for arguments, uri in (
-        (("--role", "admin"), "spiffe://lake/tokenlake/admin/alice"),
-        (("--role", "scheduler", "--tenant", "red", "--renew"), "spiffe://lake/tokenlake/scheduler/red/alice"),
-    ):
-        issued = run("issue", "alice", "--directory", directory, *arguments)
-        assert issued.exit_code == 0, issued.output
-        assert f"role {arguments[1]}" in issued.output
-        certificate = x509.load_pem_x509_certificate((directory / "alice.pem").read_bytes())
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        assert names.get_values_for_type(x509.UniformResourceIdentifier) == [uri]
-        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-        assert list(usages) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+def test_places_and_names_of_an_authority(tmp_path: Path) -> None:
+    assert "make a CA first: tokenlake ca init" in refused("issue", "n1", "--directory", tmp_path)
+    expected = "the name of a cluster is 'My Lake'"
+    assert expected in refused("init", "--directory", tmp_path, "--cluster", "My Lake")
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused("init", "--directory", tmp_path / "file" / "ca")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "uri"),
     [
-        ("--role", "root"),
-        ("--tenant", "red"),
-        ("--role", "reader", "--tenant", "a/b"),
-        ("--role", "admin", "--tenant", "red"),
+        (("--role", "admin"), "spiffe://lake/tokenlake/admin/alice"),
+        (("--role", "scheduler", "--tenant", "red"), "spiffe://lake/tokenlake/scheduler/red/alice"),
     ],
 )
-def test_roles_that_do_not_exist_are_refused(directory: Path, arguments: tuple[str, ...]) -> None:
-    assert run("issue", "alice", "--directory", directory, *arguments).exit_code != 0
-    assert not (directory / "alice.pem").exists()
+def test_a_caller_has_a_role_and_cannot_serve(directory: Path, arguments: tuple[str, ...], uri: str) -> None:
+    issued = run("issue", "alice", "--directory", directory, *arguments)
+    assert f"role {arguments[1]}" in issued.output
+    certificate = read(directory / "alice.pem")
+    assert names_of(certificate).get_values_for_type(URI) == [uri]
+    usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usages) == [ExtendedKeyUsageOID.CLIENT_AUTH]

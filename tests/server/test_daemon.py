@@ -1,16 +1,16 @@
-"""A daemon starts and stops on a signal, its metrics add up, its recorded events replay, its memory moves between
-layouts."""
+"""A daemon ends on a signal at any time, its recorded events replay, and no other forges or reads what it writes."""
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
+import stat
+import subprocess
+import sys
 import time
-import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,112 +18,26 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT,
-    PATIENT_S,
-    SEGMENT_TOKENS,
     EngineProcess,
     Prompt,
     daemons,
     match,
     read,
     store,
-    total,
-    wait_told,
     wait_until,
 )
+from tests.server.raw import Raw, hello
+from tests.server.scene import tenants
 from tokenlake.config import load_config
-from tokenlake.errors import ProtocolRefused
-from tokenlake.layout import Layout
-from tokenlake.wire import Code, engine
+from tokenlake.wire import engine
 from tokenlake.wire.slots import SlotRef
-from tokenlake_client import Pool
 from tokenlake_server.engines.arena import Arena, Region
 from tokenlake_server.start.daemon import Daemon
 from tokenlake_server.start.running import run
-from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.cluster import Node
 from tokenlake_testing.event_log import replay
 
 pytestmark = pytest.mark.live
-
-OTHER_LAYOUT = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 5}))
-COUNTED = ("asked", "local", "fetched", "missed")
-
-
-def missed(cluster: Cluster, reason: str) -> float:
-    """Segments that were missed for a reason."""
-    found = (node.metrics().items() for node in cluster.nodes)
-    name = f'reason="{reason}"'
-    return sum(value for page in found for key, value in page if "_missed_" in key and name in key) / SEGMENT_TOKENS
-
-
-def tokens(node: Node, name: str) -> float:
-    if name in ("local", "fetched"):
-        return node.metrics()[f'tokenlake_supplied_tokens_total{{source="{name}",tenant="default"}}']
-    return total(node, f"tokenlake_{name}_tokens_total")
-
-
-def test_the_token_counters_add_up() -> None:
-    """Compared with counts of the test, from the codes that the client received."""
-    draw = random.Random(11)
-    prompts = [Prompt(seed, 6) for seed in range(20)]
-    with daemons(3) as cluster:
-        pools = [cluster.connect(number, LAYOUT) for number in range(3)]
-        counts = [dict.fromkeys(COUNTED, 0) for _ in pools]
-        waits = skipped = 0
-        for step in range(150):
-            at = draw.randrange(3)
-            pool, count, prompt = pools[at], counts[at], draw.choice(prompts)
-            keys = pool.prefix(prompt.tokens).keys
-            writing = pool.store(keys) if step % 10 == 3 else None
-            with pool.match(keys, deadline_s=PATIENT_S) as lease:
-                count["asked"] += len(keys)
-                local = lease.local_hits
-                remote = lease.hits - lease.local_hits
-                pending = lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING
-                waits += pending
-                count["missed"] += len(keys) - lease.hits
-                if draw.random() < 0.3:
-                    skipped += lease.hits
-                    count["missed"] += lease.hits
-                else:
-                    arrays = lease.fetch(deadline_s=LIMIT_S)
-                    assert prompt.wrong(arrays) == 0
-                    assert len(arrays) == lease.hits
-                    count["local"] += local
-                    count["fetched"] += remote
-                    del arrays
-            if writing is not None:
-                writing.abort()
-            store(pool, prompt)
-            wait_told(cluster)
-        for pool in pools:
-            pool.close()
-        for node, count in zip(cluster.nodes, counts, strict=True):
-            wait_until(lambda node=node: total(node, "tokenlake_processes") == 0, "closed")  # type: ignore[misc]
-            seen = {name: tokens(node, name) / SEGMENT_TOKENS for name in COUNTED}
-            assert seen == count
-            assert seen["asked"] == sum(seen[name] for name in COUNTED[1:])
-        assert sum(count["fetched"] for count in counts) > 50
-        assert waits > 0
-        assert missed(cluster, "pending") >= waits
-        assert missed(cluster, "skipped") == skipped > 0
-
-
-def test_metrics_and_health_pages() -> None:
-    with daemons(2) as cluster:
-        node = cluster.nodes[0]
-        with cluster.connect(0, LAYOUT):
-            health = json.loads(node.page("/health"))
-            assert health["node"] == "node0"
-            assert health["healthy"] is True
-            assert (health["tokenlake_peers_connected"], health["tokenlake_processes"]) == (1, 1)
-            page = node.page("/metrics")
-            assert "# HELP tokenlake_asked_tokens_total" in page
-            assert "secret" not in page
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            node.page("/elsewhere")
-        cluster.nodes[1].kill()
-        wait_until(lambda: json.loads(node.page("/health"))["tokenlake_peers_connected"] == 0, "the peer is gone")
 
 
 def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
@@ -153,73 +67,6 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
         assert (replayed.difference, replayed.cut_off) == ("", 0)
         assert replayed.events > 100
 
-        whole = log.read_bytes()
-        cut = tmp_path / "cut.log"
-        cut.write_bytes(whole[:-7])
-        ended = replay(cut)
-        assert (ended.difference, ended.events) == ("", replayed.events - 1)
-        assert ended.cut_off > 0
-
-        draw = random.Random(5)
-        for _ in range(2):
-            tampered = bytearray(whole)
-            tampered[draw.randrange(len(whole) // 2, len(whole) - 200)] ^= 1 << draw.randrange(8)
-            cut.write_bytes(tampered)
-            replayed = replay(cut)
-            # The replay takes a changed length for the end of the log.
-            assert ended.difference or ended.cut_off, ended
-    junk = tmp_path / "junk.log"
-    junk.write_bytes(random.Random(6).randbytes(5000))
-    with pytest.raises(ProtocolRefused, match="is not an event log"):
-        replay(junk)
-
-
-def test_memory_moves_to_another_layout() -> None:
-    prompt = Prompt(1, 4)
-    with daemons(1, "1MiB", "512KiB") as cluster:
-        node = cluster.nodes[0]
-        with EngineProcess(node.socket) as old:
-            for seed in range(10):
-                old.ask("store", seed=100 + seed, segments=8)
-            assert total(node, "tokenlake_spare_bytes") == 0
-            with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new:
-
-                def stored() -> bool:
-                    _store_other(new, prompt)
-                    with match(new, prompt) as lease:
-                        return lease.hits == prompt.segments
-
-                # The engine of the old layout, which has all memory, stays connected.
-                wait_until(stored, "a region is free")
-                _read_other(new, prompt)
-                old.kill()
-                _read_other(new, prompt)
-        with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new, cluster.connect(0, LAYOUT) as again:
-            _read_other(new, prompt)
-            for seed in range(10):
-                store(again, Prompt(200 + seed, 8), patience=1.0)
-            assert sum(read(again, Prompt(200 + seed, 8)) for seed in range(10)) > 0
-            _read_other(new, prompt)
-
-
-def _content(prompt: Prompt, index: int) -> bytes:
-    return prompt.content(index, OTHER_LAYOUT)
-
-
-def _store_other(pool: Pool, prompt: Prompt) -> bytes:
-    with pool.store(pool.prefix(prompt.tokens).keys) as write:
-        for index, array in write.slots:
-            array[:] = bytearray(_content(prompt, index))
-    return bytes(write.codes)
-
-
-def _read_other(pool: Pool, prompt: Prompt) -> None:
-    with match(pool, prompt) as lease:
-        arrays = lease.fetch()
-        assert len(arrays) == 4
-        assert [array.tobytes() for array in arrays] == [_content(prompt, index) for index in range(4)]
-        del arrays
-
 
 def test_stopping_in_the_middle_of_transfers() -> None:
     with daemons(2, "48MiB", "4MiB") as cluster:
@@ -243,10 +90,25 @@ def _fetch(number: int, lease: int, hits: int) -> engine.Fetch:
     return engine.Fetch(number, lease, 0, hits, 0.0)
 
 
+async def ran(tmp_path: Path, memory: str, *hooks: Any) -> None:
+    """Run a daemon in this process, with functions for `run`, until a signal ends it."""
+    text = f'memory = "{memory}"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
+    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        await run(config, *hooks)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not (tmp_path / "s").exists()
+
+
+def end(*of: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 async def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon serves while it prepares its memory, and a signal ends it within one step of that."""
-    text = f'memory = "256MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
-    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     reports: list[tuple[int, int]] = []
     served: list[bool] = []
 
@@ -256,25 +118,18 @@ async def test_a_signal_while_memory_is_prepared(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(Region, "populate", lambda self, ended: waited(ended))
 
     def waited(ended: Callable[[], bool]) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        end()
         until = time.monotonic() + LIMIT_S
         while not ended():
             assert time.monotonic() < until
 
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        await run(config, serving, lambda *prepared: reports.append(prepared), lambda daemon: served.append(False))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    await ran(tmp_path, "256MiB", serving, lambda *prepared: reports.append(prepared), lambda _: served.append(False))
     assert served == [True]
     assert not reports
-    assert not (tmp_path / "s").exists()
 
 
 async def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts behind it are closed, and the memory is given back."""
-    text = f'memory = "1MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
-    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     freed: list[bool] = []
 
     class WatchedArena(Arena):
@@ -288,23 +143,15 @@ async def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monk
 
         monkeypatch.setattr(daemon.disk, "stop", fail)
         monkeypatch.setattr(daemon.checker, "close", fail)
-        os.kill(os.getpid(), signal.SIGTERM)
+        end()
 
     monkeypatch.setattr("tokenlake_server.start.running.Arena", WatchedArena)
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        await run(config, ready)
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+    await ran(tmp_path, "1MiB", ready)
     assert freed == [True]
-    assert not (tmp_path / "s").exists()
 
 
 async def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that hangs in a read from disk keeps a view of its slot."""
-    text = f'memory = "1MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
-    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
     views: list[memoryview] = []
 
     class UsedArena(Arena):
@@ -313,10 +160,81 @@ async def test_a_daemon_ends_while_a_thread_uses_its_memory(tmp_path: Path, monk
             views.append(self.region(number).view[:4096])
 
     monkeypatch.setattr("tokenlake_server.start.running.Arena", UsedArena)
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        await run(config, lambda daemon: None, ready=lambda daemon: os.kill(os.getpid(), signal.SIGTERM))
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+    await ran(tmp_path, "1MiB", lambda _: None, lambda *prepared: None, end)
     assert len(views) == 1
+
+
+FORGED = "2026-11-22 00:00:00,000 ERROR tokenlake_server.start.daemon: forged"
+
+
+@pytest.mark.live
+def test_a_layout_forges_no_line_of_the_log() -> None:
+    version, pairs = msgspec.msgpack.decode(LAYOUT.encode())
+    layouts = [
+        [version, [*pairs, [f"field\n{FORGED}", "value"]]],
+        [version, [[name, f"\n{FORGED}" if name == "dtype" else value] for name, value in pairs]],
+        [version, [[name, value] if name != "dtype" else [f"\r{FORGED}", value] for name, value in pairs]],
+        [version, [*pairs, [f"a\x1b[2Jb\u2028{FORGED}", "value"]]],
+        [version, [*pairs, ["x" * 50_000, "value"]]],
+    ]
+    with daemons() as cluster:
+        node = cluster.nodes[0]
+        before = len(node.log.read_text())
+        for layout in layouts:
+            with Raw(node.socket) as raw:
+                raw.send(hello(layout=msgspec.msgpack.encode(layout)))
+                assert isinstance(raw.reply(), engine.Failed)
+                assert raw.closed()
+        wait_until(lambda: node.log.read_text().count("refused") >= len(layouts), "all refusals are in the log")
+        new = node.log.read_text()[before:]
+        assert "forged" in new
+        # `splitlines` splits at each character that a terminal or an editor may take for the end of a line.
+        assert not [line for line in new.splitlines() if line.startswith(FORGED)]
+        assert all(line.isprintable() for line in new.splitlines())
+        assert len(new) < 50_000
+
+
+def test_a_traceback_forges_no_line_of_the_log() -> None:
+    """Its lines are indented, those of the exception's text too."""
+    program = (
+        "import logging, sys\n"
+        "from tokenlake.log_lines import set_up_log\n"
+        "set_up_log('%(levelname)s %(message)s')\n"
+        "try:\n"
+        f"    raise ValueError('text\\n{FORGED}')\n"
+        "except ValueError:\n"
+        f"    logging.exception('failed\\n{FORGED}')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, *rest = ran.stderr.splitlines()
+    assert first.startswith("ERROR failed")
+    assert rest
+    assert all(line.startswith("    ") for line in rest)
+
+
+@pytest.mark.live
+def test_files_of_a_daemon_are_for_its_user_only(tmp_path: Path) -> None:
+    with daemons(state_directory=str(tmp_path)) as cluster:
+        assert cluster.nodes[0].stop() == 0
+    assert _mode(tmp_path / f"orders-{cluster.nodes[0].name}") == 0o600
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.live
+def test_a_tenant_with_the_uid_of_the_daemon(tmp_path: Path) -> None:
+    """Its processes could open the daemon's descriptors, which have the memory of all tenants: the log warns."""
+    with daemons(config=tenants(tmp_path)) as cluster:
+        warnings = _warnings(cluster.nodes[0])
+        assert len(warnings) == 1
+        assert f"uid {os.getuid()}" in warnings[0]
+    with daemons(config=tenants(tmp_path, allowed=os.getuid() + 1)) as cluster:
+        assert not _warnings(cluster.nodes[0])
+    with daemons() as cluster:
+        assert not _warnings(cluster.nodes[0])
+
+
+def _warnings(node: Node) -> list[str]:
+    return [line for line in node.log.read_text().splitlines() if "WARNING" in line and "/proc" in line]

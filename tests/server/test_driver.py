@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,29 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.loop.driver import Driver, Handle
 from tokenlake_testing.event_log import Recorder, replay
+
+
+def ran(loop: asyncio.AbstractEventLoop, scene: Callable[[], Awaitable[None]]) -> None:
+    """Run a scene on the loop, and close the loop."""
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        loop.close()
+
+
+def driver_of(core: NodeCore, loop: asyncio.AbstractEventLoop, sink: Callable[[Any], None], **of: Any) -> Driver:
+    """A driver that gives its answers to `sink`. An event on which the rules fail fails the test."""
+
+    def failed(event: Event, error: Exception) -> None:
+        raise AssertionError(event) from error
+
+    driver = Driver(core, loop, failed, **of)
+    for kind in (Answer, Welcomed, Stamp):
+        driver.carry_out(kind, sink)
+    return driver
+
+
+JOINED = events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0)
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
@@ -50,25 +75,20 @@ def test_an_answer_between_alarm_and_tick() -> None:
 
         return counted
 
-    def failed(event: Event, error: Exception) -> None:
-        raise AssertionError(event) from error
-
     async def scene() -> None:
         # No node pings for 5 s, so that the next deadline is that of the match.
         core = NodeCore(
             CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), regions=1, region_bytes=1 << 20, gossip_s=5.0)
         )
         core.start(0.0)
-        driver = Driver(core, loop, failed)
+        driver = driver_of(core, loop, lambda _: None)
         driver.carry_out(SendToPeer, lambda say: said.append(say.message))
-        for kind in (Answer, Welcomed, Stamp):
-            driver.carry_out(kind, lambda _: None)
         driver.wrap(counting, lambda sink: sink)
         driver.start()
         drawn = (bytes([number]) * 32 for number in range(256))
         keys = [key for key in drawn if core.ring.candidates(key)[0][0] == "b"][:5]
         driver.handle(events.PeerUp("b", 1))
-        driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
+        driver.handle(JOINED)
         for round_ in range(5):
             driver.handle(events.Requested(1, engine.Match(2, keys[round_], 0.0)))
             lookup = said[-1]
@@ -89,10 +109,7 @@ def test_an_answer_between_alarm_and_tick() -> None:
         assert ticks == [wake]
         driver.stop()
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        loop.close()
+    ran(loop, scene)
 
 
 def test_all_times_of_the_rules_follow_their_clock() -> None:
@@ -107,19 +124,14 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
 
         return noted
 
-    def failed(event: Event, error: Exception) -> None:
-        raise AssertionError(event) from error
-
     async def scene() -> None:
         core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20, lease_s=20.0))
-        driver = Driver(core, loop, failed, speed=10.0)
+        driver = driver_of(core, loop, lambda _: None, speed=10.0)
         core.start(driver.now)
-        for kind in (Answer, Welcomed, Stamp):
-            driver.carry_out(kind, lambda _: None)
         driver.wrap(noting, lambda sink: sink)
         driver.start()
         loop.now = 0.5
-        driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
+        driver.handle(JOINED)
         assert seen == [("Joined", 5.0)]
         wake = core.next_wake()
         assert wake is not None
@@ -131,10 +143,7 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
         assert seen[1:] == [("Tick", loop.now * 10)]
         driver.stop()
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        loop.close()
+    ran(loop, scene)
 
 
 def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +168,7 @@ def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkey
 
     monkeypatch.setattr(DirectoryNode, "announce", fail)
     try:
-        driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
+        driver.handle(JOINED)
         carried.clear()
         driver.handle(events.Requested(1, engine.Prepare(2, bytes(31), 0)))
         assert (carried, failures) == ([], [(events.Requested, ValueError)])
@@ -206,9 +215,6 @@ def test_timers_leave_the_loop_to_others() -> None:
             called.append(core.called)
         driver.stop()
 
-    try:
-        loop.run_until_complete(scene())
-    finally:
-        loop.close()
+    ran(loop, scene)
     assert called[-1] == 40
     assert max(after - before for before, after in itertools.pairwise(called)) <= 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import urllib.error
@@ -19,7 +18,8 @@ import msgspec
 import pytest
 
 from tests.house.test_prometheus import PROMTOOL, RULES, needs_promtool, queries
-from tests.robustness.live import LAYOUT, Prompt, daemons, freeze, read, store, wait_told, wait_until
+from tests.robustness.live import LAYOUT, Prompt, daemons, freeze, pid_of, read, store, wait_told, wait_until
+from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.layout import Layout
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
@@ -124,8 +124,9 @@ def three() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_node_that_was_killed(three: Cluster, tmp_path: Path) -> None:
-    old, new = prompts(1), prompts(2)
+@pytest.mark.parametrize("fault", ["killed", "too slow"])
+def test_a_node_that_does_not_answer(three: Cluster, tmp_path: Path, fault: str) -> None:
+    old, new, node = prompts(1), prompts(2), three.nodes[0]
     with three.connect(0, LAYOUT) as writer, three.connect(2, LAYOUT) as reader:
         for prompt in old + new:
             store(writer, prompt)
@@ -133,54 +134,27 @@ def test_a_node_that_was_killed(three: Cluster, tmp_path: Path) -> None:
         scrapes = [scrape(three.nodes)]
         again(reader, old)
         scrapes.append(scrape(three.nodes))
-        three.nodes[0].kill()
-        wait_until(lambda: three.nodes[2].metrics()["tokenlake_peers_connected"] == 1, "its end is noticed")
+        if fault == "killed":
+            node.kill()
+            wait_until(lambda: three.nodes[2].metrics()["tokenlake_peers_connected"] == 1, "its end is noticed")
+        else:
+            freeze(pid_of(node))
         again(reader, new, missing=True)
-        scrapes.append(scrape(three.nodes))
-    names(tmp_path, scrapes, GREW, "cause", ['cause="unreachable"'])
-    away = ['instance="node0"', 'instance="node1",peer="node0"', 'instance="node2",peer="node0"']
-    names(tmp_path, scrapes, AWAY, "instance, peer", away)
-
-
-def test_a_peer_that_is_too_slow(three: Cluster, tmp_path: Path) -> None:
-    old, new = prompts(1), prompts(2)
-    with three.connect(0, LAYOUT) as writer, three.connect(2, LAYOUT) as reader:
-        for prompt in old + new:
-            store(writer, prompt)
-        wait_told(three)
-        scrapes = [scrape(three.nodes)]
-        again(reader, old)
-        scrapes.append(scrape(three.nodes))
-        process = three.nodes[0].process
-        assert process is not None
-        freeze(process.pid)
-        again(reader, new, missing=True)
-        scrapes.append(scrapes[1] | scrape(three.nodes[1:]))
-        three.nodes[0].thaw()
-    names(tmp_path, scrapes, GREW, "cause", ['cause="too_slow"'])
-    names(tmp_path, scrapes, LATE, "instance", ['instance="node2"'])
-
-
-TENANTS = """
-[[tenants]]
-name = "red"
-secret = "{red}"
-uids = [{uid}]
-quota = 0.25
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["{blue}"]
-"""
+        scrapes.append(scrape(three.nodes) if fault == "killed" else scrapes[1] | scrape(three.nodes[1:]))
+        node.thaw() if fault == "too slow" else None
+    if fault == "killed":
+        names(tmp_path, scrapes, GREW, "cause", ['cause="unreachable"'])
+        away = ['instance="node0"', 'instance="node1",peer="node0"', 'instance="node2",peer="node0"']
+        names(tmp_path, scrapes, AWAY, "instance, peer", away)
+    else:
+        names(tmp_path, scrapes, GREW, "cause", ['cause="too_slow"'])
+        names(tmp_path, scrapes, LATE, "instance", ['instance="node2"'])
 
 
 def test_a_tenant_at_its_quota(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(red="aa" * 32, blue="bb" * 32, uid=os.getuid()))
-    file.chmod(0o600)
+    file = tenants(tmp_path, red=f"quota = 0.25\n{OF_THIS_USER}")
     few, many = prompts(1, 4), prompts(2, 40)
-    with daemons(1, config=str(file)) as cluster, cluster.connect(0, LAYOUT) as pool:
+    with daemons(1, config=file) as cluster, cluster.connect(0, LAYOUT) as pool:
         for prompt in few:
             store(pool, prompt)
         scrapes = [scrape(cluster.nodes)]
@@ -192,22 +166,6 @@ def test_a_tenant_at_its_quota(tmp_path: Path) -> None:
         scrapes.append(scrape(cluster.nodes))
     names(tmp_path, scrapes, GREW, "cause, tenant", ['cause="evicted",tenant="red"'])
     names(tmp_path, scrapes, AT_QUOTA, "tenant", ['tenant="red"'])
-
-
-def test_memory_that_is_too_small(tmp_path: Path) -> None:
-    few, many = prompts(1, 4), prompts(2, 120)
-    with daemons(1) as cluster, cluster.connect(0, LAYOUT) as pool:
-        for prompt in few:
-            store(pool, prompt)
-        scrapes = [scrape(cluster.nodes)]
-        again(pool, few)
-        scrapes.append(scrape(cluster.nodes))
-        for prompt in many:
-            store(pool, prompt)
-        again(pool, few + many, missing=True)
-        scrapes.append(scrape(cluster.nodes))
-    names(tmp_path, scrapes, GREW, "cause", ['cause="evicted"'])
-    names(tmp_path, scrapes, AT_QUOTA, "tenant", [])
 
 
 def test_weights_that_changed(tmp_path: Path) -> None:

@@ -1,20 +1,37 @@
-"""Nodes with certificates: they connect encrypted, and refuse others by name, on both sides."""
+"""Nodes with certificates connect encrypted, refuse others by name, and take no byte that was changed on its way."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_told, wait_until
-from tests.server.certified import authority, files, nodes
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    Prompt,
+    daemons,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_told,
+    wait_until,
+)
+from tests.robustness.matrix.proxy import Direction, Flip, Part, Proxy
+from tests.server.certified import authority, encrypted, files, nodes
 from tests.server.raw import Raw, peer_address
 from tokenlake.wire import Code, peer
 from tokenlake_client import Pool
 from tokenlake_server.ca import issue
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -37,136 +54,51 @@ def connected(node: Node) -> bool:
         return False
 
 
-def days(count: float) -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=count)
+HUB = "m"
+"""The node that all others refuse or that refuses them. Of two nodes, the one whose name sorts first dials."""
+LATE = "' has expired: it is valid from", "the clock of the node that checks it says"
+TOLD_LATE = "it refused this node", "' has expired", "the clock of the node that checks", "clock of this node says"
+REFUSED = {
+    "a-ca": (("'CN=tokenlake CA ", "unknown ca"), ("not signed by a CA of the setting 'ca'",)),
+    "z-ca": (("issued: unknown ca",), ("not signed by a CA of the setting 'ca'",)),
+    "a-staging": (
+        ("its certificate is for spiffe://tokenlake/tokenlake/node/m", "no node of the cluster 'staging'"),
+        ("its certificate is for spiffe://staging/tokenlake/node/a-staging", "no node of the cluster 'tokenlake'"),
+    ),
+    "a-late": (("'a-late", *TOLD_LATE), ("'a-late", *LATE)),
+    "z-late": (("'z-late", *TOLD_LATE), ("'z-late", *LATE)),
+    "a-plain": (("it refused this node", "accepts encrypted ones only"), ("accepts encrypted ones only",)),
+    "z-plain": (("an encrypted connection (TLS)", "accepts plain ones only"), ("answered without TLS",)),
+}
+"""By node: the texts of a line of its log, and of one of the hub's."""
 
 
-def test_nodes_with_certificates_connect(tmp_path: Path) -> None:
-    ca = authority(tmp_path / "ca")
+def test_refusals_are_named_on_both_sides(tmp_path: Path) -> None:
+    """Nodes of another CA and of another cluster, with a certificate that has expired, and without one."""
+    ca, other = authority(tmp_path / "ca"), authority(tmp_path / "other")
+    staging = authority(tmp_path / "staging", "staging")
+    trusted = tmp_path / "all.pem"
+    trusted.write_bytes(b"".join((each / "ca.pem").read_bytes() for each in (ca, other, staging)))
+    known = tmp_path / "known.pem"
+    known.write_bytes((ca / "ca.pem").read_bytes() + (staging / "ca.pem").read_bytes())
+    settings: dict[str, dict[str, str]] = {HUB: files(ca, HUB, known)}
+    for name in REFUSED:
+        kind = name.partition("-")[2]
+        if kind == "late":
+            issue(ca, name, days=1, begin=datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2))
+        place = {"ca": other, "staging": staging}.get(kind, ca)
+        settings[name] = {} if kind == "plain" else files(place, name, trusted)
+        settings[name] |= {"cluster": "staging"} if kind == "staging" else {}
     with daemons(0) as cluster:
-        made = nodes(cluster, {name: files(ca, name) for name in ("a", "b", "c")})
-        for node in made:
-            wait_until(lambda node=node: connected(node), f"{node.name} knows the others")  # type: ignore[misc]
-        for node in made:
-            assert node.stop() == 0
-            assert "Traceback" not in node.log.read_text()
-            assert "refused" not in node.log.read_text()
-
-
-def test_nodes_with_certificates_connect_over_ipv6(tmp_path: Path) -> None:
-    ca = authority(tmp_path / "ca")
-    with daemons(0) as cluster:
-        for node in nodes(cluster, {name: files(ca, name) for name in ("a", "b")}, "[::1]"):
-            wait_until(lambda node=node: connected(node), f"{node.name} knows the other")  # type: ignore[misc]
-        assert_fetched(*cluster.nodes)
-
-
-def assert_fetched(one: Node, other: Node) -> None:
-    """Segments that are stored at one node are read at the other."""
-    with (
-        Pool.connect(one.socket, LAYOUT, deadlines=PATIENT) as writer,
-        Pool.connect(other.socket, LAYOUT, deadlines=PATIENT) as reader,
-    ):
-        prompt = Prompt(890, 4)
-        assert outcomes(store(writer, prompt)) == {Code.COMMITTED}
-        wait_until(lambda: read(reader, prompt) == prompt.segments, "the segments are read")
-    assert total(other, "tokenlake_received_segments_total") > 0
-
-
-class Case:
-    """Two nodes that refuse each other: a dials b."""
-
-    def __init__(self, a: dict[str, str], b: dict[str, str], in_a: tuple[str, ...], in_b: tuple[str, ...]) -> None:
-        self.settings = {"a": a, "b": b}
-        self.texts = {"a": in_a, "b": in_b}
-
-
-def cases(directory: Path) -> dict[str, Case]:
-    ca, other = authority(directory / "ca"), authority(directory / "other")
-    both = directory / "both.pem"
-    both.write_bytes((ca / "ca.pem").read_bytes() + (other / "ca.pem").read_bytes())
-    staging = authority(directory / "staging", "staging")
-    trusts_staging = directory / "trusts-staging.pem"
-    trusts_staging.write_bytes((ca / "ca.pem").read_bytes() + (staging / "ca.pem").read_bytes())
-    expired, early = authority(directory / "expired"), authority(directory / "early")
-    for place, begin in ((expired, days(-2)), (early, days(2))):
-        for name in ("a", "b"):
-            issue(place, name, days=1, begin=begin)
-    all_of_them = directory / "all.pem"
-    all_of_them.write_bytes(b"".join((each / "ca.pem").read_bytes() for each in (ca, expired, early)))
-    good = {name: files(ca, name) for name in ("a", "b")}
-    trusting = {name: good[name] | {"ca": str(all_of_them)} for name in ("a", "b")}
-    return {
-        "the dialler has another CA": Case(
-            files(other, "a", both),
-            good["b"],
-            ("'CN=tokenlake CA ", "unknown ca"),
-            ("not signed by a CA of the setting 'ca'",),
-        ),
-        "the acceptor has another CA": Case(
-            good["a"], files(other, "b", both), ("not signed by a CA of the setting 'ca'",), ("issued: unknown ca",)
-        ),
-        "the dialler is of another cluster": Case(
-            files(staging, "a", trusts_staging) | {"cluster": "staging"},
-            good["b"] | {"ca": str(trusts_staging)},
-            ("its certificate is for spiffe://tokenlake/tokenlake/node/b", "no node of the cluster 'staging'"),
-            ("its certificate is for spiffe://staging/tokenlake/node/a", "no node of the cluster 'tokenlake'"),
-        ),
-        "the dialler has expired": Case(
-            files(expired, "a", all_of_them),
-            trusting["b"],
-            ("it refused this node", "'a' has expired", "the clock of the node that checks", "clock of this node says"),
-            ("'a' has expired: it is valid from", "the clock of the node that checks it says"),
-        ),
-        "the acceptor has expired": Case(
-            trusting["a"],
-            files(expired, "b", all_of_them),
-            ("'b' has expired: it is valid from", "the clock of the node that checks it says"),
-            ("it refused this node", "'b' has expired", "the clock of the node that checks", "clock of this node says"),
-        ),
-        "the dialler is not valid yet": Case(
-            files(early, "a", all_of_them),
-            trusting["b"],
-            ("it refused this node", "'a' is not valid yet"),
-            ("'a' is not valid yet: it is valid from",),
-        ),
-        "the acceptor is not valid yet": Case(
-            trusting["a"],
-            files(early, "b", all_of_them),
-            ("'b' is not valid yet: it is valid from",),
-            ("it refused this node", "'b' is not valid yet"),
-        ),
-        "the dialler is plain": Case(
-            {}, good["b"], ("it refused this node", "accepts encrypted ones only"), ("accepts encrypted ones only",)
-        ),
-        "the acceptor is plain": Case(
-            good["a"], {}, ("answered without TLS",), ("an encrypted connection (TLS)", "accepts plain ones only")
-        ),
-    }
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "the dialler has another CA",
-        "the acceptor has another CA",
-        "the dialler is of another cluster",
-        "the dialler has expired",
-        "the acceptor has expired",
-        "the dialler is not valid yet",
-        "the acceptor is not valid yet",
-        "the dialler is plain",
-        "the acceptor is plain",
-    ],
-)
-def test_refusals_are_named_on_both_sides(name: str, tmp_path: Path) -> None:
-    case = cases(tmp_path)[name]
-    with daemons(0) as cluster:
-        for node in nodes(cluster, case.settings):
-            logged(node, *case.texts[node.name])
-            assert total(node, "tokenlake_peers_connected") == 0
-            [(other, state)] = json.loads(node.page("/health"))["peers"].items()
-            assert state["state"] == "refused", (node.name, other, state)
+        hub, *others = nodes(cluster, settings, HUB)
+        for node in others:
+            own, of_hub = REFUSED[node.name]
+            logged(node, *own)
+            logged(hub, *of_hub)
+            assert json.loads(node.page("/health"))["peers"][HUB]["state"] == "refused"
+        states = {name: each["state"] for name, each in json.loads(hub.page("/health"))["peers"].items()}
+        assert {states[name] for name in REFUSED if name > HUB} == {"refused"}
+        assert [total(node, "tokenlake_peers_connected") for node in cluster.nodes] == [0] * len(settings)
         for node in cluster.nodes:
             assert node.stop() == 0
             assert "Traceback" not in node.log.read_text()
@@ -206,15 +138,7 @@ def test_a_plain_process_learns_no_names(tmp_path: Path) -> None:
                 assert isinstance(refused, peer.PeerRefused)
                 assert "node-" not in refused.reason
                 assert raw.closed()
-        assert connected(node)
-
-
-def test_a_connection_waits_for_one_key(tmp_path: Path) -> None:
-    """Each id that waits for its key is kept, so a process that proves nothing may name one."""
-    ca = authority(tmp_path / "ca")
-    with daemons(0) as cluster:
-        node, _ = nodes(cluster, {name: files(ca, name) for name in ("a", "b")})
-        wait_until(lambda: connected(node), "they know each other")
+        # Each id that waits for its key is kept, so a process that proves nothing may name one.
         with Raw(peer_address(node)) as raw:
             raw.send(peer.OpenConnection(bytes(32)))
             raw.send(peer.OpenConnection(bytes([1] * 32)))
@@ -222,41 +146,12 @@ def test_a_connection_waits_for_one_key(tmp_path: Path) -> None:
             assert isinstance(refused, peer.PeerRefused)
             assert "unexpected OpenConnection" in refused.reason
             assert raw.closed()
+        assert connected(node)
 
 
 def test_certificates_are_replaced_while_nodes_run(tmp_path: Path) -> None:
-    """Certificates and authorities are replaced while nodes run."""
-    old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
-    trusted = tmp_path / "trusted.pem"
-    trusted.write_bytes((old / "ca.pem").read_bytes())
-    with daemons(0) as cluster:
-        a, b = nodes(cluster, {name: files(old, name, trusted) for name in ("a", "b")})
-        for node in (a, b):
-            wait_until(lambda node=node: connected(node), "they know each other")  # type: ignore[misc]
-        # 1. Both authorities are trusted. 2. The nodes get certificates of the new one. 3. The old one is removed.
-        trusted.write_bytes((old / "ca.pem").read_bytes() + (new / "ca.pem").read_bytes())
-        reloaded(a, b, times=1)
-        for name in ("a", "b"):
-            issue(new, name)
-            for ending in (".pem", "-key.pem"):
-                (old / f"{name}{ending}").write_bytes((new / f"{name}{ending}").read_bytes())
-        reloaded(a, b, times=2)
-        trusted.write_bytes((new / "ca.pem").read_bytes())
-        reloaded(a, b, times=3)
-        assert [node.log.read_text().count("ended:") for node in (a, b)] == [0, 0], "the connection lived on"
-        b.kill()
-        b.start()
-        for node in (a, b):
-            wait_until(lambda node=node: connected(node), "they connect with the new files")  # type: ignore[misc]
-        # A node that still has a certificate of the removed authority is refused.
-        b.kill()
-        issue(old, "b", renew=True)
-        b.start()
-        logged(a, "not signed by a CA")
-
-
-def test_no_request_fails_while_they_are_replaced(tmp_path: Path) -> None:
-    """Engines store at one node and read at the other one all the time."""
+    """Engines store at one node and read at the other one all the time. The connection goes on, and a node that still
+    has a certificate of the authority that was removed is refused at its next start."""
     old, new = authority(tmp_path / "old"), authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes((old / "ca.pem").read_bytes())
@@ -296,14 +191,11 @@ def test_no_request_fails_while_they_are_replaced(tmp_path: Path) -> None:
             trusted.write_bytes((new / "ca.pem").read_bytes())
             use_until_reloaded(3)
             use()
-
-
-def reloaded(*nodes: Node, times: int) -> None:
-    for node in nodes:
-        wait_until(
-            lambda node=node: node.log.read_text().count("are in use for new connections") >= times,  # type: ignore[misc]
-            f"{node.name} reads the changed files",
-        )
+        assert [node.log.read_text().count("ended:") for node in (a, b)] == [0, 0]
+        b.kill()
+        issue(old, "b", renew=True)
+        b.start()
+        logged(a, "not signed by a CA")
 
 
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
@@ -329,3 +221,97 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             assert node.process is not None
             assert node.process.wait(60) == 1
             assert expected in node.log.read_text(), node.log.read_text()
+
+
+HANDSHAKES = 100
+SOURCES = 4
+"""Addresses from which they come: the unfinished handshakes of one are limited."""
+
+
+def serves(node: Node) -> bool:
+    try:
+        return bool(node.page("/health"))
+    except OSError:
+        return False
+
+
+def test_no_callback_takes_as_long_as_a_handshake(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    with daemons(0) as cluster:
+        [node] = nodes(cluster, {"a": files(ca, "a")})
+        wait_until(lambda: serves(node), "it serves")
+        own = files(ca, "b")
+        paths = CertificateFiles(Path(own["certificate"]), Path(own["key"]), Path(own["ca"]))
+        context = Certificates(paths, "tokenlake", "b").current.client
+        before = total(node, "tokenlake_long_callbacks_total")
+        barrier = threading.Barrier(HANDSHAKES)
+
+        def connect(number: int) -> None:
+            source = f"127.0.0.{2 + number % SOURCES}", 0
+            with socket.create_connection(peer_address(node), LIMIT_S, source) as sock:
+                barrier.wait(LIMIT_S)
+                with context.wrap_socket(sock) as tls:
+                    assert tls.version() == "TLSv1.3"
+
+        with ThreadPoolExecutor(HANDSHAKES) as threads:
+            assert len(list(threads.map(connect, range(HANDSHAKES)))) == HANDSHAKES
+        assert total(node, "tokenlake_long_callbacks_total") - before <= HANDSHAKES / 10
+
+
+SEGMENTS = 8
+
+
+class Wire(Proxy):
+    """A proxy that keeps what comes down."""
+
+    seen = b""
+
+    def _pass(
+        self, direction: Direction, part: Part, piece: bytes, sink: socket.socket, descriptors: list[int]
+    ) -> None:
+        self.seen += piece if direction == "down" else b""
+        super()._pass(direction, part, piece, sink, descriptors)
+
+
+@pytest.fixture
+def scene() -> Iterator[tuple[Cluster, Wire]]:
+    """Two nodes. node1 fetches from node0 through the proxy."""
+    made = encrypted(2, memory="8MiB")
+    with Wire(("127.0.0.1", made.ports["node0"])) as wire:
+        made.nodes[1].settings["peers"] = f"node0=127.0.0.1:{wire.port}"
+        with made as cluster:
+            yield cluster, wire
+
+
+def test_a_flipped_bit_is_a_miss(scene: tuple[Cluster, Wire]) -> None:
+    """On any connection between the nodes. `tests/rules/test_records.py` has the other changes of a record."""
+    cluster, wire = scene
+    prompts = [Prompt(700 + seed, SEGMENTS) for seed in range(4)]
+    with cluster.connect(0, LAYOUT) as pool, cluster.connect(1, LAYOUT) as other:
+        for prompt in prompts:
+            assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+        wait_told(cluster)
+        wire.fault = Flip("down", "body", 4)
+        wait_until(lambda: sum(read(other, prompt) for prompt in prompts) < SEGMENTS * 4 and wire.done > 3, "misses")
+        wire.fault = None
+        wait_until(lambda: all(read(other, prompt) == SEGMENTS for prompt in prompts), "all are fetched")
+    assert "Traceback" not in "".join(node.log.read_text() for node in cluster.nodes)
+
+
+def test_no_bytes_of_a_segment_are_on_the_wire(scene: tuple[Cluster, Wire]) -> None:
+    cluster, wire = scene
+    prompt = Prompt(800, SEGMENTS)
+    with cluster.connect(0, LAYOUT) as pool, cluster.connect(1, LAYOUT) as other:
+        assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+        wait_told(cluster)
+        wait_until(lambda: read(other, prompt) == SEGMENTS, "the segments are fetched")
+    assert len(wire.seen) > SEGMENTS * LAYOUT.segment_bytes
+    assert all(prompt.content(index)[:16] not in wire.seen for index in range(SEGMENTS))
+    # The id of a connection is seen by everyone on the way: unknown and used keys open nothing.
+    for messages in ([], [peer.Pull("default", bytes(32))]):
+        with Raw(peer_address(cluster.nodes[0])) as raw:
+            raw.send(peer.OpenConnection(bytes(32)))
+            for message in messages:
+                raw.send(message)
+            answer = raw.body()
+            assert answer == b"" or isinstance(peer.handshake_decoder.decode(answer), peer.PeerRefused)

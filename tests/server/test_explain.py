@@ -1,16 +1,16 @@
-"""`tokenlake explain` with real daemons: its output, its tenants and its errors."""
+"""`tokenlake explain` with real daemons, and the name that goes with a request through all logs."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
+from tests.operator.scene import run
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -21,49 +21,28 @@ from tests.robustness.live import (
     daemons,
     store,
     wait_told,
+    wait_until,
 )
-from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
+from tests.server.scene import OF_THIS_USER, RED, tenants
+from tokenlake.errors import CredentialRefused
 from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions, Pool
-from tokenlake_operator.explain import ask
-from tokenlake_testing.cluster import Cluster
+from tokenlake_operator.explain import ask, explain
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
-
-TENANTS = """
-allow_uids = [{uid}]
-cluster_secret = "{cluster}"
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["red-token-0123456789"]
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-uids = [{uid}]
-tokens = ["blue-token-0123456789"]
-"""
-RED = "red-token-0123456789"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    file = tmp_path_factory.mktemp("explain") / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    with daemons(3, config=str(file)) as cluster:
+    file = tenants(tmp_path_factory.mktemp("explain"), blue=OF_THIS_USER)
+    with daemons(3, config=file) as cluster:
         yield cluster
 
 
-def command(socket: Path, *arguments: str, token: str = "") -> subprocess.CompletedProcess[str]:
+def command(socket: Path, *arguments: str, token: str = "") -> Result:
     """`tokenlake explain` of a user with that token."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
-    environ |= {"TOKENLAKE_ENGINE_CREDENTIAL": token} if token else {}
-    program = "from tokenlake_operator.explain import explain; explain()"
-    line = [sys.executable, "-c", program, "--socket", str(socket), *arguments]
-    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return run(explain, "--socket", socket, *arguments, env={"TOKENLAKE_ENGINE_CREDENTIAL": token} if token else None)
 
 
 def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
@@ -87,7 +66,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             lease.takes(3, len(longer.tokens))
         other.match([]).release()
         answered = command(reader, "a name", "--json", token=RED)
-        assert answered.returncode == 0, answered.stderr
+        assert answered.exit_code == 0, answered.stderr
         funnel = json.loads(answered.stdout)
         hits, missing = prompt.segments * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS
         assert (funnel["request"], funnel["node"], funnel["ideal"]) == ("a name", "node1", hits + missing + 7)
@@ -99,7 +78,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             MissReason.TOO_SHORT: 7,
         }
         table = command(reader, "a name", token=RED)
-        assert table.returncode == 0
+        assert table.exit_code == 0
         for shown in ("a name", "ideal", "indexed", "engine had", "supplied", f"{hits:,}", "never stored", "too short"):
             assert shown in table.stdout
         assert f"leaves what is known within the tokens {hits} to {hits + SEGMENT_TOKENS - 1}\n" in table.stdout
@@ -112,14 +91,14 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
             command(writer, "a name", token=RED),
             command(reader, "b name", token=RED),
         ):
-            assert stranger.returncode == 1
+            assert stranger.exit_code == 1
             assert "remembers no request" in stranger.stderr
             assert not stranger.stdout
 
 
 def test_an_unknown_token_is_refused_and_not_shown(cluster: Cluster) -> None:
     refused = command(cluster.nodes[0].socket, "r", token="no-such-token")
-    assert refused.returncode == 1
+    assert refused.exit_code == 1
     assert "the token belongs to no tenant" in refused.stderr
     assert "no-such-token" not in refused.stderr
     with pytest.raises(CredentialRefused):
@@ -136,7 +115,7 @@ def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> No
     by_prefix = command(socket, "cmpl-mine-3", "--json", token=RED)
     assert json.loads(by_prefix.stdout)["request"] == names[2]
     ambiguous = command(socket, "cmpl-mine-1", token=RED)
-    assert ambiguous.returncode == 1
+    assert ambiguous.exit_code == 1
     assert "several requests begin with 'cmpl-mine-1'" in ambiguous.stderr
     assert [name for name in names if name in ambiguous.stderr] == names[:2]
     newest = command(socket, "--last", "2", "--json", token=RED)
@@ -158,27 +137,33 @@ def test_a_name_controls_no_terminal(cluster: Cluster) -> None:
             assert not {"\x1b", "\x07", "\x9b"} & set(text)
 
 
-def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:
-        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request="x" * 100)).release()
-        funnel = ask(cluster.nodes[0].socket, "x" * 100, RED).funnel
-        assert funnel is not None
-        assert funnel.request == "x" * 64
+def logged(nodes: list[Node], text: str) -> bool:
+    """True when the log of one of the nodes has the text."""
+    return any(text in node.log.read_text() for node in nodes)
 
 
-def test_without_a_daemon(tmp_path: Path) -> None:
-    missing = command(tmp_path / "nothing.sock", "r")
-    assert missing.returncode == 1
-    assert "no daemon listens at" in missing.stderr
-    with pytest.raises(Unreachable):
-        ask(tmp_path / "nothing.sock", "r")
+def test_all_logs_name_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    with daemons(3, log_level="debug") as cluster:
+        check(cluster, caplog)
 
 
-def test_a_frozen_daemon_costs_a_deadline(cluster: Cluster) -> None:
-    node = cluster.nodes[2]
-    node.freeze()
-    try:
-        with pytest.raises(DeadlinePassed, match="did not answer within"):
-            ask(node.socket, "r", RED)
-    finally:
-        node.thaw()
+def check(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    writer, reader, third = cluster.nodes
+    prompt = Prompt(1, 20)
+    with cluster.connect(0, LAYOUT) as pool, cluster.connect(1, LAYOUT) as other, caplog.at_level(logging.DEBUG):
+        with pool.store(pool.prefix(prompt.tokens).keys, request="the store") as write:
+            write.fill(prompt.fill)
+        assert logged([writer], "'the store': a Prepare")
+        wait_told(cluster)
+        with other.match(other.prefix(prompt.tokens).keys, MatchOptions(request="the match")) as lease:
+            assert lease.request == "the match"
+            assert lease.local_hits < lease.hits == prompt.segments
+            assert len(lease.fetch(deadline_s=LIMIT_S)) == prompt.segments
+        assert logged([reader], "'the match': a Match")
+        assert logged([reader], "'the match': a Fetch")
+        for nodes, text in (([writer, third], "'the match': a Lookup"), ([writer], "'the match': node1 pulls")):
+            wait_until(lambda nodes=nodes, text=text: logged(nodes, text), text)  # type: ignore[misc]
+        assert "'the match': match of 20 segments" in caplog.text
+        with other.match([]) as unnamed:
+            assert unnamed.request
+            assert logged([reader], repr(unnamed.request))

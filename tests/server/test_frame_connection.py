@@ -7,19 +7,13 @@ import contextlib
 import itertools
 import os
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from tests.server.certified import authority, files
 from tokenlake.wire import HEADER_BYTES
 from tokenlake_server.loop.frame_connection import MAX_UNSENT_DESCRIPTORS, SLICE_S, FrameConnection
 from tokenlake_server.loop.loop_share import LoopShare
-from tokenlake_server.peers.certificates import CertificateFiles, Certificates
-from tokenlake_server.peers.tls import TlsSession
 
 LIMIT_S = 20.0
 FRAMES = 2000
@@ -166,23 +160,6 @@ async def test_a_side_that_reads_no_answer() -> None:
                 await asyncio.sleep(0)
 
 
-async def test_short_unsent_frames_share_a_buffer() -> None:
-    """A buffer for each of them took ten times their bytes, which no limit counted."""
-
-    received = b""
-    with Scene(lambda body: None) as scene:
-        scene.connection.send(bytes(1 << 20))
-        before = len(scene.connection._unsent)
-        for number in range(10_000):
-            scene.connection.send(number.to_bytes(4, "little"))
-        assert len(scene.connection._unsent) - before <= 1
-        async with asyncio.timeout(LIMIT_S):
-            while len(received) < (1 << 20) + 40_000:
-                received += scene.received()[0]
-                await asyncio.sleep(0)
-    assert received[1 << 20 :] == b"".join(number.to_bytes(4, "little") for number in range(10_000))
-
-
 async def test_unsent_descriptors_are_bounded() -> None:
     open_before = len(os.listdir("/proc/self/fd"))
 
@@ -222,30 +199,3 @@ async def test_connections_of_a_tenant_share_a_slice() -> None:
         await until(lambda: handled.count("blue") == FRAMES)
         assert handled.count("red") < 1.2 * FRAMES
         await until(lambda: len(handled) == 21 * FRAMES)
-
-
-async def test_no_step_for_a_closed_connection(tmp_path: Path) -> None:
-    """Processes that connect faster than the threads work must not delay the handshakes of others."""
-    ca = authority(tmp_path / "ca")
-    own = files(ca, "a")
-    paths = CertificateFiles(Path(own["certificate"]), Path(own["key"]), Path(own["ca"]))
-    contexts = Certificates(paths, "tokenlake", "a").current
-    steps: list[TlsSession] = []
-
-    class Counted(TlsSession):
-        def handshake(self) -> None:
-            steps.append(self)
-            super().handshake()
-
-    busy = threading.Event()
-    with ThreadPoolExecutor(1) as threads, Scene(lambda _: None) as left, Scene(lambda _: None) as closed:
-        threads.submit(busy.wait, LIMIT_S)
-        sessions = [Counted(contexts, server=False) for _ in range(2)]
-        closed.connection.start_tls(sessions[0], threads, lambda error: None)
-        left.connection.start_tls(sessions[1], threads, lambda error: None)
-        closed.connection.close("it took too long")
-        for _ in range(2):
-            await asyncio.sleep(0)  # the loop passes a cancellation on in its next iteration
-        busy.set()
-        await until(lambda: sessions[1] in steps)
-        assert steps == [sessions[1]]

@@ -1,4 +1,4 @@
-"""Handshakes: both sides accept the right secret and refuse messages that were changed or recorded."""
+"""Handshakes accept the right secret and refuse messages that were changed or recorded; keys of connections."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tokenlake.config import Secret
 from tokenlake.errors import ClusterRefused, CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode, encode
+from tokenlake_server.peers.connection_keys import KEPT_S, MAX_PER_NODE, KeptKeys, new_keys
 from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
 
 SECRET = Secret(b"s" * 16)
@@ -33,13 +34,6 @@ def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose
     assert dialler.incarnation is None
     acceptor.check(dialler.answer(acceptor.challenge))
     assert dialler.incarnation == B.incarnation
-
-
-def test_both_sides_learn_the_location_of_the_other() -> None:
-    dialler, acceptor = half_way(replace(A, location="rack-1"), replace(B, location="rack-2/nvlink-1"))
-    assert dialler.location == ""
-    acceptor.check(dialler.answer(acceptor.challenge))
-    assert (dialler.location, acceptor.hello.location) == ("rack-2/nvlink-1", "rack-1")
 
 
 @pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()], ids=["another", "none"])
@@ -186,3 +180,55 @@ def hello_of(body: bytes) -> peer.PeerHello:
     hello = decode(peer.handshake_decoder, body)
     assert isinstance(hello, peer.PeerHello)
     return hello
+
+
+def test_the_keys_of_both_sides_fit() -> None:
+    kept = KeptKeys("lake")
+    message, mine = new_keys("bulk")
+    kept.add("a", 7, message, 0.0)
+    granted = kept.take(message.connection, 1.0)
+    assert granted is not None
+    assert granted.keys == (mine.receiving, mine.sending)
+    assert mine.sending != mine.receiving
+    assert (granted.hello.node, granted.hello.incarnation, granted.hello.purpose) == ("a", 7, "bulk")
+
+
+def test_keys_are_used_once() -> None:
+    kept = KeptKeys("lake")
+    message, _ = new_keys("query")
+    kept.add("a", 7, message, 0.0)
+    assert kept.take(message.connection, 0.0) is not None
+    assert kept.take(message.connection, 0.0) is None
+    assert kept.take(bytes(32), 0.0) is None
+
+
+def test_keys_that_are_too_old_are_dropped() -> None:
+    kept = KeptKeys("lake")
+    old, _ = new_keys("bulk")
+    kept.add("a", 7, old, 0.0)
+    assert kept.take(old.connection, KEPT_S + 0.1) is None
+    kept.add("a", 7, old, 0.0)
+    kept.add("a", 7, new_keys("bulk")[0], KEPT_S + 0.1)
+    assert len(kept) == 1
+
+
+def test_a_node_has_a_bounded_number_of_unused_keys() -> None:
+    kept = KeptKeys("lake")
+    other, _ = new_keys("bulk")
+    kept.add("b", 7, other, 0.0)
+    messages = [new_keys("bulk")[0] for _ in range(MAX_PER_NODE + 1)]
+    for message in messages:
+        kept.add("a", 7, message, 0.0)
+    assert len(kept) == MAX_PER_NODE + 1
+    assert kept.take(messages[0].connection, 0.0) is None
+    assert kept.take(messages[1].connection, 0.0) is not None
+    assert kept.take(other.connection, 0.0) is not None
+
+
+def test_the_keys_of_a_node_that_left_are_forgotten() -> None:
+    kept = KeptKeys("lake")
+    message, _ = new_keys("bulk")
+    kept.add("a", 7, message, 0.0)
+    kept.forget("a")
+    assert kept.take(message.connection, 0.0) is None
+    assert len(kept) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import itertools
 import mmap
 import os
@@ -26,11 +25,13 @@ from tests.robustness.live import (
     daemons,
     match,
     outcomes,
+    pid_of,
     store,
     total,
     wait_until,
 )
 from tests.server.raw import Raw, hello
+from tests.server.scene import tenants
 from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import LimitReached
@@ -41,7 +42,7 @@ from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire.engine import MAX_KEYS, MAX_RANGES
 from tokenlake_client import Pool
 from tokenlake_server.engines.connection import HELLO_BYTES, KEPT_PER_KEY, KEPT_PER_REQUEST, MAX_IN_FLIGHT
-from tokenlake_server.engines.kept_bytes import MAX_OF_CONNECTION
+from tokenlake_server.engines.kept_bytes import MAX_OF_CONNECTION, Account, KeptBytes
 from tokenlake_server.engines.listener import MAX_UNPROVEN, PROCESSES_PER_SESSION
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.live
 WIDE = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 5}))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with daemons() as cluster:
         yield cluster
@@ -66,16 +67,14 @@ def keys_at(cluster: Cluster, node: int) -> Iterator[bytes]:
 
 def regions_mapped(node: Node) -> int:
     """Regions that the daemon maps."""
-    assert node.process is not None
-    maps = Path(f"/proc/{node.process.pid}/maps").read_text().splitlines()
+    maps = Path(f"/proc/{pid_of(node)}/maps").read_text().splitlines()
     return sum("/memfd:tokenlake-" in line for line in maps)
 
 
 def limit_regions(node: Node, nbytes: int) -> None:
     """Let the files of the daemon's regions have so many bytes each. A limit of its address space would take memory
     from the interpreter too."""
-    assert node.process is not None
-    resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+    resource.prlimit(pid_of(node), resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
 def test_a_region_is_replaced_once_there_is_memory() -> None:
@@ -131,74 +130,70 @@ def test_a_tenant_cannot_end_the_daemon_through_its_region(cluster: Cluster) -> 
         assert node.running
 
 
-def test_requests_in_flight_are_bounded() -> None:
-    """Matches that wait for a frozen node: those above the limit are refused, and the connection stays open."""
-    beyond = 40
-    with daemons(2, suspect_ms="20000") as cluster:
-        node = cluster.nodes[0]
-        with Raw(node.socket) as raw:
-            raw.send(hello())
-            assert isinstance(raw.reply(), engine.Welcome)
-            cluster.nodes[1].freeze()
-            count = MAX_IN_FLIGHT + beyond
-            # The frozen node is the directory node of each key, so that every match waits for it.
-            keys = keys_at(cluster, 1)
-            raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
-            # A hint has no reply, so that the bound on requests in flight does not apply.
-            raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
-            replies = [raw.reply() for _ in range(count)]
+@contextlib.contextmanager
+def waiting() -> Iterator[tuple[Raw, Iterator[bytes]]]:
+    """An engine of a daemon whose peer is frozen, and keys for which every match waits: their directory node is that
+    peer."""
+    with daemons(2, suspect_ms="20000") as cluster, Raw.joined(cluster.nodes[0].socket) as raw:
+        cluster.nodes[1].freeze()
+        try:
+            yield raw, keys_at(cluster, 1)
+        finally:
             cluster.nodes[1].thaw()
-            refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
-            assert len(refused) == beyond
-            assert {reply.kind for reply in refused} == {LimitReached.__name__}
-            assert "'max_in_flight'" in refused[0].reason
-            raw.send(engine.Heartbeat(1))
-            assert raw.reply() == engine.HeartbeatReply(1, True)
+        raw.send(engine.Match(1, bytes(32), 0.1))
+        assert isinstance(raw.reply(), engine.Matched), "as many matches may wait again"
 
 
-def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
-    with cluster.connect(0, LAYOUT) as pool:
-        keys = pool.prefix(Prompt(4, 1).tokens).keys * (MAX_KEYS + 1)
-        with Raw(cluster.nodes[0].socket) as raw:
-            raw.send(hello())
-            raw.reply()
-            raw.send(engine.Match(2, b"".join(keys), 0.1))
-            failed = raw.reply()
-            assert isinstance(failed, engine.Failed)
-            assert (failed.kind, "'max_keys' is 1024" in failed.reason) == (LimitReached.__name__, True)
-        assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
+def refusals(raw: Raw, count: int) -> list[engine.Failed]:
+    """The refusals among so many replies."""
+    replies = [raw.reply() for _ in range(count)]
+    return [reply for reply in replies if isinstance(reply, engine.Failed)]
 
 
-def test_ranges_per_release_are_bounded(cluster: Cluster) -> None:
-    """The daemon refuses the frame before it decodes the ranges. It once spent seconds on one."""
-    with Raw(cluster.nodes[0].socket) as raw:
-        raw.send(hello())
-        raw.reply()
-        raw.write(pack_frame(engine.Release(((1, 0, 1),) * 100_000)))
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed)
-        assert f"length <= {MAX_RANGES}" in failed.reason
-        assert raw.closed()
+def test_requests_in_flight_are_bounded() -> None:
+    """Those above the limit are refused, and the connection stays open."""
+    beyond = 40
+    with waiting() as (raw, keys):
+        count = MAX_IN_FLIGHT + beyond
+        raw.write(b"".join(pack_frame(engine.Match(at, next(keys), 2.0)) for at in range(2, 2 + count)))
+        # A hint has no reply, so that the bound on requests in flight does not apply.
+        raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
+        refused = refusals(raw, count)
+        assert len(refused) == beyond
+        assert {reply.kind for reply in refused} == {LimitReached.__name__}
+        assert "'max_in_flight'" in refused[0].reason
 
 
-def test_a_client_gives_back_more_ranges_than_one_release_has() -> None:
-    with daemons(1, "64MiB", "16MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
-        prompt, node = Prompt(7, 1), cluster.nodes[0]
-        store(pool, prompt)
-        leases = [pool.match(pool.prefix(prompt.tokens).keys * 1024, deadline_s=PATIENT_S) for _ in range(3)]
-        # The arrays over every second segment keep it leased, so that no two released ranges touch.
-        arrays = [lease.fetch(at, at + 1) for lease in leases for at in range(0, 1024, 2)]
-        with pool._grants.lock:
-            for lease in leases:
-                (hold,) = lease._holds
-                pool._grants._give_back(hold, 0, hold.release(0, 1024))
-            assert len(pool._grants._releases[False]) > MAX_RANGES
-        pool._grants.sweep()
-        del arrays
-        gc.collect()
-        pool._grants.sweep()
-        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "all are given back")
-        assert pool.connected
+def test_waiting_matches_are_bounded_in_bytes() -> None:
+    """Matches of as many keys as one may have."""
+    with waiting() as (raw, some):
+        keys, count = b"".join(itertools.islice(some, MAX_KEYS)), 100
+        for number in range(2, 2 + count):
+            raw.send(engine.Match(number, keys, 2.0))
+        refused = refusals(raw, count)
+        assert 0 < len(refused) < count
+        assert "'connection_bytes'" in refused[0].reason
+        waited = count - len(refused)
+        assert waited * (KEPT_PER_REQUEST + KEPT_PER_KEY * MAX_KEYS) <= MAX_OF_CONNECTION
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "closed"),
+    [
+        # It once took seconds to decode.
+        (engine.Release(((1, 0, 1),) * 100_000), f"length <= {MAX_RANGES}", True),
+        (engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)), "'max_keys'", True),
+        (engine.Match(2, bytes(32) * (MAX_KEYS + 1), 0.1), "'max_keys' is 1024", False),
+    ],
+    ids=["ranges", "keys of a hint", "keys of a match"],
+)
+def test_ranges_per_release_are_bounded(cluster: Cluster, message: msgspec.Struct, reason: str, closed: bool) -> None:
+    """It closes the connection after a frame that has no reply."""
+    with Raw.joined(cluster.nodes[0].socket) as raw:
+        raw.write(pack_frame(message))
+        assert reason in raw.failed().reason
+        if closed:
+            assert raw.closed()
 
 
 def test_an_engine_with_unread_answers_opens_a_region() -> None:
@@ -234,33 +229,8 @@ def test_an_engine_with_unread_answers_opens_a_region() -> None:
         os.close(descriptors[0])
 
 
-TENANTS = """
-max_sessions = 8
-allow_uids = [{uid}]
-
-[[tenants]]
-name = "red"
-secret = "{red}"
-tokens = ["red-token-0123456789"]
-
-[[tenants]]
-name = "blue"
-secret = "{blue}"
-tokens = ["blue-token-0123456789"]
-"""
-
-
-@pytest.fixture
-def tenants(tmp_path: Path) -> str:
-    """The path of a configuration file with two tenants and 8 sessions."""
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
-    file.chmod(0o600)
-    return str(file)
-
-
-def test_a_tenant_takes_its_part_of_the_sessions_only(tenants: str) -> None:
-    with daemons(config=tenants) as cluster, contextlib.ExitStack() as pools:
+def test_a_tenant_takes_its_part_of_the_sessions_only(tmp_path: Path) -> None:
+    with daemons(config=tenants(tmp_path, "max_sessions = 8")) as cluster, contextlib.ExitStack() as pools:
         socket_ = cluster.nodes[0].socket
 
         def connect(name: str, session: SessionId | None = None) -> Pool:
@@ -288,8 +258,7 @@ def test_connections_without_a_hello(cluster: Cluster) -> None:
     with contextlib.ExitStack() as silent:
         rows = [silent.enter_context(Raw(node.socket)) for _ in range(MAX_UNPROVEN + 6)]
         for raw in rows[:6]:
-            failed = raw.reply()
-            assert isinstance(failed, engine.Failed)
+            failed = raw.failed()
             assert f"{MAX_UNPROVEN} newer connections" in failed.reason
         with cluster.connect(0, LAYOUT) as pool:
             assert outcomes(store(pool, Prompt(9, 1))) == {Code.COMMITTED}
@@ -298,33 +267,9 @@ def test_connections_without_a_hello(cluster: Cluster) -> None:
             assert isinstance(rows[-1].reply(), engine.Welcome)
     with Raw(node.socket) as raw:
         raw.write((HELLO_BYTES + 1).to_bytes(4, "little"))
-        failed = raw.reply()
-        assert isinstance(failed, engine.Failed)
+        failed = raw.failed()
         assert f"at most {HELLO_BYTES}" in failed.reason
         assert raw.closed()
-
-
-def test_waiting_matches_are_bounded_in_bytes() -> None:
-    """Matches that wait for a frozen node, each of as many keys as one may have."""
-    with daemons(2, suspect_ms="20000") as cluster:
-        node = cluster.nodes[0]
-        with Raw(node.socket) as raw:
-            raw.send(hello())
-            assert isinstance(raw.reply(), engine.Welcome)
-            cluster.nodes[1].freeze()
-            keys, count = b"".join(itertools.islice(keys_at(cluster, 1), MAX_KEYS)), 100
-            for number in range(2, 2 + count):
-                raw.send(engine.Match(number, keys, 2.0))
-            replies = [raw.reply() for _ in range(count)]
-            cluster.nodes[1].thaw()
-            refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
-            assert 0 < len(refused) < count
-            assert "'connection_bytes'" in refused[0].reason
-            waited = count - len(refused)
-            assert waited * (KEPT_PER_REQUEST + KEPT_PER_KEY * MAX_KEYS) <= MAX_OF_CONNECTION
-            # Everything was answered, so that as many matches may wait again.
-            raw.send(engine.Match(1, keys, 0.1))
-            assert isinstance(raw.reply(), engine.Matched)
 
 
 def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
@@ -346,13 +291,31 @@ def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
     wait_until(serves, "there is room again")
 
 
-def test_entries_of_each_map_are_gauges(cluster: Cluster) -> None:
-    node = cluster.nodes[0]
-    with cluster.connect(0, LAYOUT) as pool:
-        store(pool, Prompt(5, 2))
-        lease = match(pool, Prompt(5, 2))
-        seen = node.metrics()
-        assert seen['tokenlake_map_entries{map="sessions"}'] == 1
-        assert seen['tokenlake_map_entries{map="leases"}'] == 1
-        lease.release()
-        wait_until(lambda: node.metrics()['tokenlake_map_entries{map="leases"}'] == 0, "given back")
+MIB = 1 << 20
+
+
+def test_a_tenant_does_not_take_the_part_of_another() -> None:
+    kept = KeptBytes(2, 4 * MIB)
+    red = [Account(kept, "red") for _ in range(2)]
+    red[0].charge(MIB)
+    red[1].charge(MIB)
+    with pytest.raises(LimitReached, match="tenant 'red'.*'tenant_bytes' is 2097152"):
+        red[1].charge(1)
+    blue = Account(kept, "blue")
+    blue.charge(2 * MIB)
+    assert (kept.of("red"), kept.of("blue")) == (2 * MIB, 2 * MIB), "what was refused is not counted"
+    red[0].charge(-MIB)
+    red[1].charge(MIB)
+    for account in (*red, blue):
+        account.close()
+        account.close()
+    assert (kept.of("red"), kept.of("blue")) == (0, 0)
+
+
+def test_a_connection_has_a_limit() -> None:
+    kept = KeptBytes(1, 4 * MAX_OF_CONNECTION)
+    account = Account(kept, "red")
+    account.charge(MAX_OF_CONNECTION)
+    with pytest.raises(LimitReached, match="'connection_bytes'"):
+        account.charge(1)
+    Account(kept, "red").charge(1)

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-import time
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 
-from tokenlake.config import Address, ServerConfig, load_config, parse_address
+from tests.robustness.matrix.proxy import Proxy, Trickle
+from tests.server.members import CLUSTER, LIMIT_S, access, ask, clear, config_of, node, nodes, put, stored_ring, until
+from tokenlake.config import Address, parse_address
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import MembershipRefused, Unreachable
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_server.loop.admin_thread import AdminThread
-from tokenlake_server.membership import Account, Members, Membership, keeper, open_membership
+from tokenlake_server.membership import Account, Members, keeper, open_membership
 from tokenlake_server.membership.changes import draining, removed
-from tokenlake_server.membership.etcd_client import Access, Etcd, Put, Read, on_any
+from tokenlake_server.membership.etcd_client import Access, Etcd, Read
 from tokenlake_server.membership.keeper import LEASE_S, RETRY_S, Keeper, Publish
-from tokenlake_server.membership.stored import (
-    Registration,
-    change,
-    decode_ring,
-    encode_ring,
-    node_key,
-    parse,
-    prefix_of,
-    ring_key,
-)
+from tokenlake_server.membership.stored import Registration, change, encode_ring, node_key, parse, prefix_of, ring_key
 from tokenlake_testing.etcd import EtcdServers, TlsFiles, etcd_version
 from tokenlake_testing.ports import reserve_port
 
-T = TypeVar("T")
-LIMIT_S = 30.0
-CLUSTER = "test"
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools"),
+]
 ACCOUNT = Account((("c", 3, 3 << 20),), (1, 1 << 20))
-
-needs_etcd = pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
 
 
 @pytest.fixture(scope="module")
@@ -64,98 +56,10 @@ def three() -> Iterator[EtcdServers]:
         yield running
 
 
-def config_of(name: str, **settings: object) -> ServerConfig:
-    flags = {"node": name, "memory": "64MiB", "cluster": CLUSTER, **settings}
-    return load_config(toml_text=None, environ={}, flags=flags, uid=1000).config
-
-
-class Node:
-    """A membership as a daemon has it, and the members that it reported. Its handshakes with other such nodes
-    succeed."""
-
-    running: ClassVar[list[Node]] = []
-
-    def __init__(self, membership: Membership, address: Address, incarnation: int) -> None:
-        self.membership = membership
-        self.address = address
-        self.incarnation = incarnation
-        self.reported: list[Members] = []
-        self.trusts = True
-        membership.start(address, self.reported.append)
-
-    async def shake_hands(self) -> None:
-        while True:
-            for name, address in self.membership.members.unproven.items():
-                for other in self.running:
-                    if self.trusts and other.trusts and other.address == address:
-                        self.membership.proven(name, other.incarnation)
-            await asyncio.sleep(0.01)
-
-    @property
-    def record(self) -> RingRecord:
-        return self.membership.members.record
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.record.members)
-
-
-@asynccontextmanager
-async def node(name: str, endpoints: str, port: int | None = None, **settings: object) -> AsyncIterator[Node]:
-    address = Address("127.0.0.1", port or reserve_port())
-    config = config_of(name, etcd=endpoints, **settings)
-    thread = AdminThread()
-    incarnation = time.time_ns()
-    opened = open_membership(config, incarnation, asyncio.get_running_loop(), thread)
-    made = Node(opened, address, incarnation)
-    Node.running.append(made)
-    hands = asyncio.create_task(made.shake_hands())
-    try:
-        yield made
-    finally:
-        Node.running.remove(made)
-        hands.cancel()
-        await opened.close()
-        await asyncio.to_thread(thread.close)
-
-
-async def until(reached: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait for a state."""
-    began = time.monotonic()
-    while not reached():
-        assert time.monotonic() < began + limit_s, "not reached"
-        await asyncio.sleep(0.01)
-
-
-def access(servers: EtcdServers) -> Access:
-    return Access(tuple(map(parse_address, servers.endpoints.split(","))))
-
-
-async def ask(servers: EtcdServers, work: Callable[[Etcd], Awaitable[T]]) -> T:
-    return await on_any(access(servers), work, LIMIT_S)
-
-
-async def clear(servers: EtcdServers) -> None:
-    async def delete(etcd: Etcd) -> None:
-        for each in await etcd.read(b"/"):
-            await etcd.write({}, [], [each.key])
-
-    await ask(servers, delete)
-
-
-async def put(servers: EtcdServers, key: bytes, value: bytes) -> None:
-    await ask(servers, lambda etcd: etcd.write({}, [Put(key, value)]))
-
-
-async def stored_ring(servers: EtcdServers) -> RingRecord:
-    found = await ask(servers, lambda etcd: etcd.read(ring_key(CLUSTER)))
-    return decode_ring(found[0].key, found[0].value)
-
-
 # -- one contract
 
 
-@pytest.fixture(params=["peers", pytest.param("etcd", marks=[needs_etcd, pytest.mark.live])])
+@pytest.fixture(params=["peers", "etcd"])
 async def given(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The settings of a membership of each kind."""
     if request.param == "peers":
@@ -209,43 +113,39 @@ async def test_each_membership_keeps_the_contract(given: dict[str, Any]) -> None
 # -- the life of a member in etcd
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_nodes_join_find_each_other_and_leave(etcd: EtcdServers) -> None:
-    ports = {name: reserve_port() for name in "abc"}
-    async with AsyncExitStack() as stack:
-        nodes = [await stack.enter_async_context(node(name, etcd.endpoints, port)) for name, port in ports.items()]
-        await until(lambda: all(each.names == ["a", "b", "c"] for each in nodes))
-        await until(lambda: all(len(each.membership.members.addresses) == 2 for each in nodes))
-        for each, own in zip(nodes, "abc", strict=True):
-            others = {name: Address("127.0.0.1", port) for name, port in ports.items() if name != own}
+    async with nodes("abc", etcd.endpoints) as made:
+        a, b, c = made
+        for each, own in zip(made, "abc", strict=True):
+            others = {name: other.address for name, other in zip("abc", made, strict=True) if name != own}
             assert each.membership.members.addresses == others
-        assert len({encode_ring(each.record) for each in nodes}) == 1
-        before = nodes[0].record.epoch
-        await nodes[1].membership.drain()
-        await until(lambda: all(each.record.members["b"].draining for each in nodes))
-        await nodes[1].membership.leave(ACCOUNT)
-        await until(lambda: all(each.names == ["a", "c"] for each in (nodes[0], nodes[2])))
-        assert nodes[0].record.epoch == before + 2
+        assert len({encode_ring(each.record) for each in made}) == 1
+        before = a.record.epoch
+        await b.membership.drain()
+        await until(lambda: all(each.record.members["b"].draining for each in made))
+        await b.membership.leave(ACCOUNT)
+        await until(lambda: a.names == c.names == ["a", "c"])
+        assert a.record.epoch == before + 2
         # All know what became of its segments, itself too.
-        await until(lambda: all(each.membership.members.drained == {"b": ACCOUNT} for each in nodes))
+        await until(lambda: all(each.membership.members.drained == {"b": ACCOUNT} for each in made))
         # Each report has a higher epoch, or the same record with other addresses.
-        for each in (nodes[0], nodes[2]):
-            for former, later in zip(each.reported, each.reported[1:], strict=False):
+        for each in (a, c):
+            for former, later in itertools.pairwise(each.reported):
                 assert later.record == former.record or later.record.epoch > former.record.epoch
+    # The account outlives its node: a busy member may read it only after that daemon has ended.
+    stored = await ask(etcd, lambda client: client.read(prefix_of(CLUSTER)))
+    found = parse(CLUSTER, stored).nodes["b"].registration
+    assert found is not None
+    assert found.drained == ACCOUNT
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_twenty_nodes_join_at_once(etcd: EtcdServers) -> None:
     async with AsyncExitStack() as stack:
-        nodes = [await stack.enter_async_context(node(f"n{at}", etcd.endpoints)) for at in range(20)]
-        await until(lambda: all(len(each.names) == 20 for each in nodes))
+        made = [await stack.enter_async_context(node(f"n{at}", etcd.endpoints)) for at in range(20)]
+        await until(lambda: all(len(each.names) == 20 for each in made))
         assert (await stored_ring(etcd)).epoch == 20
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_node_that_starts_again_elsewhere_keeps_its_place(etcd: EtcdServers) -> None:
     async with node("a", etcd.endpoints) as a:
         async with node("b", etcd.endpoints) as b:
@@ -258,11 +158,8 @@ async def test_a_node_that_starts_again_elsewhere_keeps_its_place(etcd: EtcdServ
             assert a.record.epoch == epoch
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_killed_daemon_is_replaced_at_once(etcd: EtcdServers) -> None:
     """A killed daemon is replaced at once, and a living one is not."""
-
     listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     async with node("a", etcd.endpoints, port) as first:
@@ -278,8 +175,6 @@ async def test_a_killed_daemon_is_replaced_at_once(etcd: EtcdServers) -> None:
             await until(lambda: second.membership.state.known)
 
 
-@needs_etcd
-@pytest.mark.live
 @pytest.mark.parametrize("same", [True, False])
 async def test_two_machines_with_one_name(etcd: EtcdServers, same: bool) -> None:
     """Such as two copies of one machine, which both name their own loopback: the one that started first gives way."""
@@ -301,8 +196,6 @@ async def test_two_machines_with_one_name(etcd: EtcdServers, same: bool) -> None
         assert (await registered())[0] == Address("127.0.0.1", port)
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_removed_node_stays_out_until_it_starts_again(etcd: EtcdServers) -> None:
     async with node("a", etcd.endpoints) as a:
         async with node("b", etcd.endpoints) as b:
@@ -321,11 +214,8 @@ async def test_a_removed_node_stays_out_until_it_starts_again(etcd: EtcdServers)
         await until(lambda: a.names == ["a"])
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_only_a_proven_node_joins(etcd: EtcdServers) -> None:
     """Also where the record has its name already, and its friends stay out with it."""
-
     async with node("a", etcd.endpoints) as a:
         async with node("b", etcd.endpoints) as b:
             await until(lambda: a.names == b.names == ["a", "b"])
@@ -349,25 +239,18 @@ async def test_only_a_proven_node_joins(etcd: EtcdServers) -> None:
             assert a.record.epoch == ring.epoch + 3
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_two_founders_at_once_make_one_ring(etcd: EtcdServers) -> None:
     for empty in (False, True):
         if empty:
             await put(etcd, ring_key(CLUSTER), encode_ring(RingRecord(9, 524288.0, {})))
-        async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
-            await until(lambda: a.names == b.names == ["a", "b"])
+        async with nodes("ab", etcd.endpoints) as (a, b):
             assert a.record == b.record == await stored_ring(etcd)
         await clear(etcd)
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_the_next_member_proves_where_the_first_does_not(etcd: EtcdServers) -> None:
     """Members take turns; one that is cut off from a newcomer keeps it out for a moment only."""
-
-    async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
-        await until(lambda: a.names == b.names == ["a", "b"])
+    async with nodes("ab", etcd.endpoints) as (a, b):
         for cut_off in (a, b):
             cut_off.trusts = False
             async with node("c", etcd.endpoints) as c:
@@ -377,8 +260,6 @@ async def test_the_next_member_proves_where_the_first_does_not(etcd: EtcdServers
             cut_off.trusts = True
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) -> None:
     async with node("a", etcd.endpoints) as a:
         async with node("b", etcd.endpoints) as b:
@@ -390,12 +271,9 @@ async def test_a_start_ends_a_drain_and_takes_the_new_size(etcd: EtcdServers) ->
             assert not a.record.members["b"].draining
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_unproven_registrations_change_nothing(etcd: EtcdServers) -> None:
     """Neither the address of a member whose name they have, nor, with an impossible size, the record; and such a
     member is not let drain."""
-
     async with node("a", etcd.endpoints) as a:
         async with node("b", etcd.endpoints) as b:
             await until(lambda: a.names == ["a", "b"] and bool(a.membership.members.addresses))
@@ -424,15 +302,11 @@ async def test_unproven_registrations_change_nothing(etcd: EtcdServers) -> None:
 # -- failures of etcd
 
 
-@needs_etcd
-@pytest.mark.live
 @pytest.mark.parametrize("fault", ["down", "frozen"])
 async def test_a_ring_outlives_etcd(fault: str) -> None:
     """A ring outlives etcd, and a node joins at its return."""
-
     with EtcdServers() as servers:
-        async with node("a", servers.endpoints) as a, node("b", servers.endpoints) as b:
-            await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
+        async with nodes("ab", servers.endpoints) as (a, _):
             former = a.membership.members
             servers.kill() if fault == "down" else servers.freeze()
             async with node("c", servers.endpoints) as c:
@@ -449,24 +323,6 @@ async def test_a_ring_outlives_etcd(fault: str) -> None:
                 assert not a.membership.state.problem
 
 
-@needs_etcd
-@pytest.mark.live
-async def test_the_account_outlives_its_node(etcd: EtcdServers) -> None:
-    """A busy member may read only after the daemon that left has ended."""
-
-    async with node("a", etcd.endpoints) as a:
-        async with node("b", etcd.endpoints) as b:
-            await until(lambda: a.names == b.names == ["a", "b"])
-            await b.membership.drain()
-            await b.membership.leave(ACCOUNT)
-        stored = await ask(etcd, lambda client: client.read(prefix_of(CLUSTER)))
-        found = parse(CLUSTER, stored).nodes["b"].registration
-        assert found is not None
-        assert found.drained == ACCOUNT
-
-
-@needs_etcd
-@pytest.mark.live
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 async def test_the_leader_of_three_goes_and_a_node_joins(fault: str, three: EtcdServers) -> None:
     async with node("a", three.endpoints) as a:
@@ -482,11 +338,8 @@ async def test_the_leader_of_three_goes_and_a_node_joins(fault: str, three: Etcd
         assert (await stored_ring(three)).epoch == 2
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_lost_leases_and_compaction_change_no_ring(etcd: EtcdServers) -> None:
-    async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
-        await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
+    async with nodes("ab", etcd.endpoints) as (a, b):
         former = a.membership.members
         for each in await ask(etcd, lambda e: e.read(prefix_of(CLUSTER))):
             if each.lease:
@@ -501,10 +354,7 @@ async def test_lost_leases_and_compaction_change_no_ring(etcd: EtcdServers) -> N
             await until(lambda: a.names == c.names == ["a", "b", "c"])
         assert {
             tuple(sorted(each.record.members)) for each in a.reported if each.record.epoch >= former.record.epoch
-        } == {
-            ("a", "b"),
-            ("a", "b", "c"),
-        }
+        } == {("a", "b"), ("a", "b", "c")}
 
 
 def post(servers: EtcdServers, path: str, body: Mapping[str, object]) -> Any:
@@ -521,32 +371,13 @@ async def compact(servers: EtcdServers) -> None:
     await asyncio.to_thread(post, servers, "kv/compaction", {"revision": revision, "physical": True})
 
 
-@needs_etcd
-@pytest.mark.live
-async def test_a_lost_record_is_written_again(etcd: EtcdServers) -> None:
-    async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
-        await until(lambda: a.names == b.names == ["a", "b"])
-        former = a.record
-        await ask(etcd, lambda e: e.write({}, [], [ring_key(CLUSTER)]))
-        async with node("c", etcd.endpoints) as c:
-            await until(lambda: c.names == a.names == ["a", "b", "c"])
-            assert a.record.epoch == former.epoch + 1
-
-
-@needs_etcd
-@pytest.mark.live
 async def test_endpoints_without_a_server_are_passed_over(etcd: EtcdServers) -> None:
     dead = ",".join(f"127.0.0.1:{reserve_port()}" for _ in range(7))
-
     # Each begins with a random endpoint.
-    async with AsyncExitStack() as stack:
-        given = f"{dead},{etcd.endpoints}"
-        nodes = [await stack.enter_async_context(node(name, given)) for name in "abc"]
-        await until(lambda: all(each.membership.state.known for each in nodes))
+    async with nodes("abc", f"{dead},{etcd.endpoints}") as made:
+        assert all(each.membership.state.known for each in made)
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_silent_watch_is_noticed(etcd: EtcdServers) -> None:
     async with Etcd(access(etcd), Address("127.0.0.1", etcd.ports[0])) as connection:
         watch = connection.watch(prefix_of(CLUSTER))
@@ -561,11 +392,8 @@ async def test_a_silent_watch_is_noticed(etcd: EtcdServers) -> None:
             etcd.thaw()
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_member_whose_registration_expires(etcd: EtcdServers) -> None:
     """A member keeps its address when its registration expires."""
-
     async with node("a", etcd.endpoints) as a:
         async with node("b", etcd.endpoints) as b:
             await until(lambda: a.names == b.names == ["a", "b"] and bool(a.membership.members.addresses))
@@ -574,52 +402,16 @@ async def test_a_member_whose_registration_expires(etcd: EtcdServers) -> None:
         assert a.membership.members == known
 
 
-class Slow:
-    """Forwards to a port of this machine; every chunk of bytes comes `delay_s` later, in each direction."""
-
-    def __init__(self, port: int, delay_s: float) -> None:
-        self._port, self._delay_s = port, delay_s
-        self._tasks: list[asyncio.Task[None]] = []
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> Slow:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.endpoint = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:
-            writer.transport.abort()
-        await asyncio.sleep(0)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        for source, sink in ((reader, inner_writer), (inner_reader, writer)):
-            self._writers.append(sink)
-            self._tasks.append(asyncio.create_task(self._forward(source, sink)))
-
-    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        while data := await source.read(1 << 16):
-            loop.call_later(self._delay_s, sink.write, data)
-        loop.call_later(self._delay_s, sink.close)
-
-
-@needs_etcd
-@pytest.mark.live
 async def test_a_slow_etcd_serves(etcd: EtcdServers) -> None:
-    async with Slow(etcd.ports[0], 0.3) as slow, node("a", slow.endpoint) as a, node("b", slow.endpoint) as b:
-        await until(lambda: a.names == b.names == ["a", "b"])
-        await until(lambda: bool(a.membership.members.addresses))
-        former = a.membership.members
-        await asyncio.sleep(2 * LEASE_S)
-        assert a.membership.members == former
-        assert not a.membership.state.problem
-        assert not a.membership.state.absent
+    with Proxy(("127.0.0.1", etcd.ports[0])) as slow:
+        # An answer takes some 300 ms.
+        slow.fault = Trickle("down", 8)
+        async with nodes("ab", f"127.0.0.1:{slow.port}") as (a, _):
+            former = a.membership.members
+            await asyncio.sleep(2 * LEASE_S)
+            assert a.membership.members == former
+            assert not a.membership.state.problem
+            assert not a.membership.state.absent
 
 
 def authenticate_users(servers: EtcdServers) -> None:
@@ -633,14 +425,16 @@ def authenticate_users(servers: EtcdServers) -> None:
         post(servers, path, body)
 
 
-@needs_etcd
-@pytest.mark.live
-async def test_the_end_of_a_token_of_etcd_is_no_problem(caplog: pytest.LogCaptureFixture) -> None:
-    """A token ends when no call was made for 5 minutes (here 1 s): the watch and the renewal of the lease are none."""
+async def test_users_of_etcd_are_authenticated(caplog: pytest.LogCaptureFixture) -> None:
+    """A token ends when no call was made for 5 minutes (here 1 s), and the watch is none: its end is no problem."""
     user: dict[str, Any] = {"etcd_user": "root", "etcd_password": "r"}
-
     with EtcdServers(auth_token_ttl="1") as servers:
         await asyncio.to_thread(authenticate_users, servers)
+        for wrong, named in (({}, "user name is empty"), (user | {"etcd_password": "other"}, "(user 'root')")):
+            async with node("a", servers.endpoints, **wrong) as a:
+                await until(lambda a=a, named=named: named in a.membership.state.problem)  # type: ignore[misc]
+                assert "other" not in a.membership.state.problem
+        caplog.clear()
         async with node("a", servers.endpoints, **user) as a:
             await until(lambda: a.membership.state.known)
             await asyncio.sleep(4.0)
@@ -649,23 +443,6 @@ async def test_the_end_of_a_token_of_etcd_is_no_problem(caplog: pytest.LogCaptur
                 assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-@needs_etcd
-@pytest.mark.live
-async def test_users_of_etcd_are_authenticated() -> None:
-    with EtcdServers() as servers:
-        await asyncio.to_thread(authenticate_users, servers)
-        async with node("a", servers.endpoints) as a:
-            await until(lambda: "user name is empty" in a.membership.state.problem)
-        wrong: dict[str, Any] = {"etcd_user": "root", "etcd_password": "other"}
-        async with node("a", servers.endpoints, **wrong) as a:
-            await until(lambda: "(user 'root')" in a.membership.state.problem)
-            assert "other" not in a.membership.state.problem
-        async with node("a", servers.endpoints, etcd_user="root", etcd_password="r") as a:
-            await until(lambda: a.membership.state.known)
-
-
-@needs_etcd
-@pytest.mark.live
 async def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
     init_ca(tmp_path, CLUSTER)
     files = TlsFiles(*issue(tmp_path, "etcd", ("127.0.0.1",)), tmp_path / "ca.pem")
@@ -692,18 +469,13 @@ async def test_connections_to_etcd_may_be_encrypted(tmp_path: Path) -> None:
 # -- bad input
 
 
-@needs_etcd
-@pytest.mark.live
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
         ("ring", "no JSON", "/tokenlake/test/ring of etcd is no ring record"),
-        ("ring", "[1, 2]", "/tokenlake/test/ring of etcd is no ring record"),
         ("ring", '{"epoch": -1, "unit": 1, "members": {}}', "no ring record"),
-        ("ring", '{"epoch": 1, "unit": 0, "members": {}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"a/b": {"weight": 1}}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"z": {"weight": 1000000000000}}}', "virtual nodes"),
-        ("ring", '{"epoch": 1, "unit": 5e-324, "members": {"z": {"weight": 1000}}}', "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {"z": {"weight": 1' + "0" * 400 + "}}}", "no ring record"),
         ("ring", '{"epoch": 1, "unit": 1, "members": {}, "x": ' + "[" * 10000 + "]" * 10000 + "}", "no ring record"),
         ("ring", '{"epoch": 1000000000000000000, "unit": 1, "members": {}}', "epoch of 1000000000000000000"),
@@ -721,8 +493,6 @@ async def test_a_prefix_that_no_daemon_wrote_is_refused(etcd: EtcdServers, key: 
         await until(lambda: a.membership.state.known)
 
 
-@needs_etcd
-@pytest.mark.live
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -738,11 +508,8 @@ async def test_a_registration_that_no_daemon_wrote_keeps_no_node_out(etcd: EtcdS
             await until(lambda: a.membership.state.known, 10 * RETRY_S)
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_node_keeps_its_ring_when_the_record_is_forged(etcd: EtcdServers) -> None:
-    async with node("a", etcd.endpoints) as a, node("b", etcd.endpoints) as b:
-        await until(lambda: a.names == b.names == ["a", "b"])
+    async with nodes("ab", etcd.endpoints) as (a, _):
         former = a.record
         for forged, named in (
             (RingRecord(1, former.unit, {}), "is lower than the epoch"),
@@ -757,8 +524,6 @@ async def test_a_node_keeps_its_ring_when_the_record_is_forged(etcd: EtcdServers
         assert await stored_ring(etcd) == former
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_fields_of_a_later_version_are_kept(etcd: EtcdServers) -> None:
     members = '{"a": {"weight": 1048576}, "z": {"weight": 67108864, "rack": 3}}'
     text = f'{{"epoch": 4, "unit": 524288, "members": {members}, "later": [1]}}'
@@ -774,8 +539,6 @@ async def test_fields_of_a_later_version_are_kept(etcd: EtcdServers) -> None:
     assert written["epoch"] == 5
 
 
-@needs_etcd
-@pytest.mark.live
 async def test_a_problem_is_logged_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
     with EtcdServers() as servers:
         async with node("a", servers.endpoints) as a:

@@ -21,11 +21,11 @@ import zmq
 
 from tests.robustness.live import LAYOUT, LIMIT_S, LOW, PATIENT, Prompt, read, store, wait_until
 from tests.server.control.scene import CALL_S, certificates, local, raw, served
-from tests.server.control.test_parts import plans
+from tests.server.control.test_limits import plans
 from tests.server.control.test_tenants_apart import PLANS, REPORT, channel
 from tests.server.kv_events.scene import MODEL, Stream
 from tests.server.raw import Raw, hello
-from tests.server.test_explain import RED, TENANTS
+from tests.server.scene import BLUE, OF_THIS_USER, RED, private, tenants_text
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import engine, pack_frame
 from tokenlake_client import Pool
@@ -39,7 +39,6 @@ MIB = 1 << 20
 ARENA_MIB, BEYOND, OF_A_SEGMENT = 64, 200 * MIB, 2048
 ATTACK_S = 25.0
 GROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-BLUE = "blue-token-0123456789"
 
 
 class MemoryGroup:
@@ -237,12 +236,10 @@ def churn(pool: Pool, seeds: Iterator[int]) -> None:
 def test_the_documented_memory_holds_under_all_limits(group: MemoryGroup, tmp_path: Path) -> None:
     """Two tenants use up all that they may have, with a disk; the daemon lives, and serves both afterwards."""
     streams = [Stream("node0"), Stream("node0")]
-    text = TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32)
-    config, disk = tmp_path / "c.toml", tmp_path / "disk"
-    config.write_text(text + streams[0].toml(tenant="red") + streams[1].toml(tenant="blue"))
-    config.chmod(0o600)
+    text = tenants_text(blue=OF_THIS_USER) + streams[0].toml(tenant="red") + streams[1].toml(tenant="blue")
+    config, disk = private(tmp_path / "c.toml", text), tmp_path / "disk"
     disk.mkdir(0o700)
-    cluster = Cluster(1, f"{ARENA_MIB}MiB", "1MiB", config=str(config), disk=f"{disk}:300MiB", match_deadline_ms="2000")
+    cluster = Cluster(1, f"{ARENA_MIB}MiB", "1MiB", config=config, disk=f"{disk}:300MiB", match_deadline_ms="2000")
     (address,) = served(cluster).values()
     attacks, node, peak = Attacks(), cluster.nodes[0], 0
     with contextlib.ExitStack() as open_:

@@ -1,4 +1,4 @@
-"""The server of the pages: connections that send next to nothing."""
+"""The server of the pages: connections that send next to nothing, and what strangers may see."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import asyncio
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.robustness.live import LAYOUT, Prompt, daemons, store
+from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.config import Address
 from tokenlake.core import CoreConfig, NodeCore
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake_server import metrics_page
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_testing.ports import reserve_port
 
 Pages = tuple[MetricsServer, asyncio.AbstractEventLoop]
 
@@ -91,3 +97,27 @@ def test_a_request_sent_byte_by_byte_frees_its_thread(pages: Pages, monkeypatch:
                 closed = True
         assert closed
     assert got(served, "/health").startswith(b"HTTP/1.0 200 OK")
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("shown", [False, True])
+def test_pages_beyond_loopback(tmp_path: Path, shown: bool) -> None:
+    """Pages beyond loopback can only be read and name no tenant."""
+    port = reserve_port()
+    with daemons(0) as cluster:
+        node = cluster.add("a")
+        node.settings |= {"config": tenants(tmp_path, blue=OF_THIS_USER), "metrics-tenants": str(shown).lower()}
+        node.settings["metrics"], node.metrics_port = f"0.0.0.0:{port}", port
+        node.start()
+        cluster.wait_ready()
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, Prompt(1, 4))
+            page = node.page("/metrics")
+        assert ("blue" in page) == shown
+        assert 'tenant="0"' in page or shown
+        assert "tokenlake_written_bytes_total" in page
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/health", data=b"{}")
+        with pytest.raises(urllib.error.HTTPError, match="405"):
+            urllib.request.urlopen(request, timeout=5)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            node.page("/elsewhere")

@@ -34,12 +34,6 @@ def test_the_command_takes_the_memory_of_the_settings() -> None:
     assert printed("--memory", "64GiB") != printed("--memory", "1GiB")
 
 
-def test_a_wrong_size_is_an_error_that_names_the_setting() -> None:
-    result = CliRunner().invoke(config, ["models", "--memory", "much"])
-    assert result.exit_code == 1
-    assert "'memory'" in result.output
-
-
 @each_model
 @each_size
 def test_each_layout_is_one_that_a_daemon_accepts(model: ModelCache, ranks: int) -> None:
@@ -55,11 +49,6 @@ def test_a_ranks_bytes_are_those_that_the_connector_reads(model: ModelCache, ran
     else:
         own = rank_shards(layout, 0, ranks)
         assert model.rank_bytes(ranks) == (own.stop - own.first) * layout.shard_bytes
-
-
-@each_model
-def test_all_parallel_sizes_have_segments_of_one_size(model: ModelCache) -> None:
-    assert len({model.layout(ranks).segment_bytes for ranks in RANKS}) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Addresses of other nodes: literal ones, and host names that resolve anew."""
+"""Addresses of other nodes: literal ones, names that resolve anew, paths that take turns, their measurement."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Sequence
@@ -13,7 +14,12 @@ from unittest.mock import patch
 import pytest
 
 from tokenlake.config import Address
-from tokenlake_server.peers.addresses import Endpoint, PeerAddresses, set_tcp_options
+from tokenlake_server.bulk.blocking_sockets import no_keys
+from tokenlake_server.bulk.paths import PAUSE_S, BulkPaths
+from tokenlake_server.peers import measurement as peer_measurement
+from tokenlake_server.peers.addresses import Endpoint, PeerAddresses
+from tokenlake_server.peers.handshake import PeerIdentity
+from tokenlake_server.peers.measurement import PeerMeasurement
 
 LIMIT_S = 2.0
 
@@ -124,19 +130,6 @@ async def test_nodes_come_move_and_leave() -> None:
         await resolve(addresses, "c")
 
 
-def test_connections_end_when_the_other_machine_is_gone() -> None:
-    with socket.socket() as sock:
-        set_tcp_options(sock)
-        read = [
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
-        ]
-    assert read == [1, 5, 2, 3, 15_000]
-
-
 @pytest.mark.parametrize("host", ["10.0.0.7", "fd00::7", "b.pool"])
 async def test_plain_connections_stay_on_loopback_whatever_etcd_names(host: str) -> None:
     addresses = PeerAddresses({"b": Address(host, 7440)}, loopback_only=True)
@@ -155,3 +148,55 @@ async def test_the_nodes_at_an_address() -> None:
     await resolve(addresses, "b", ["10.0.0.2", "10.0.0.1"])
     assert addresses.at("10.0.0.2") == ["b"]
     assert addresses.at("::ffff:10.0.0.1") == ["a", "b"]
+
+
+def test_paths_take_turns_and_one_that_failed_comes_last() -> None:
+    now = 0.0
+    addresses = PeerAddresses({"b": Address("10.0.0.1", 1)})
+    addresses.tell("b", ["10.0.1.1:2", "[fd00::1]:3", "10.0.0.1:1"])
+    paths = BulkPaths(addresses, lambda: now)
+    main, second, third = paths.order("b", 0)
+    assert [each.address[:2] for each in (main, second, third)] == [("10.0.0.1", 1), ("10.0.1.1", 2), ("fd00::1", 3)]
+    assert paths.order("b", 1) == [second, third, main]
+    assert paths.order("b", 5) == [third, main, second]
+    paths.failed("b", second)
+    assert paths.order("b", 1) == [third, main, second]
+    paths.failed("b", third)
+    assert paths.order("b", 2) == [main, third, second]
+    paths.failed("b", main)
+    assert paths.order("b", 2) == [third, main, second]
+    now = PAUSE_S
+    assert paths.order("b", 1) == [second, third, main]
+
+
+def test_addresses_that_may_not_be_used() -> None:
+    addresses = PeerAddresses({"b": Address("127.0.0.1", 1)}, loopback_only=True)
+    with pytest.raises(ValueError, match=r"10.0.0.1:2 \(.*beyond loopback.*nonsense"):
+        addresses.tell("b", ["10.0.0.1:2", "nonsense", "127.0.0.2:3"])
+    assert [each.address for each in addresses.bulk("b")] == [("127.0.0.1", 1), ("127.0.0.2", 3)]
+    # The node was started elsewhere: what it told no longer holds.
+    addresses.change({"b": Address("127.0.0.1", 9)})
+    assert [each.address for each in addresses.bulk("b")] == [("127.0.0.1", 9)]
+
+
+def measured(port: int) -> str:
+    """The problem of the path to a node at this port."""
+    addresses = PeerAddresses({"b": Address("127.0.0.1", port)})
+    with contextlib.closing(addresses):
+        [path] = PeerMeasurement(PeerIdentity("a", 1, (), "c"), addresses, no_keys).measure("b")
+    return path.problem
+
+
+def test_each_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that takes no connection, and one that takes it and answers nothing."""
+    monkeypatch.setattr(peer_measurement, "DIAL_S", 0.125)
+    monkeypatch.setattr(peer_measurement, "STALL_S", 0.25)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert measured(silent.getsockname()[1]) == "no answer within 0.25 s"
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        # The kernel drops further handshakes.
+        for _ in range(4):
+            sock = waiting.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        assert measured(full.getsockname()[1]) == "no answer within 0.125 s"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, pid_of, wait_until
 from tokenlake.errors import Unreachable
 from tokenlake.wire import engine
 from tokenlake.wire.supervision import Start
@@ -44,8 +44,7 @@ def _executed() -> Iterator[None]:
 
 def children(node: Node) -> list[int]:
     """Process ids of a daemon's query engines."""
-    assert node.process is not None
-    threads = Path(f"/proc/{node.process.pid}/task").glob("*/children")
+    threads = Path(f"/proc/{pid_of(node)}/task").glob("*/children")
     return sorted(int(child) for thread in threads for child in thread.read_text().split())
 
 

@@ -12,18 +12,24 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from tests.operator.scene import control_of, told
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, store, total, wait_until
-from tests.server.control.scene import certificates, local, remote, served
+from tests.server.control.scene import local
 from tests.server.raw import Raw, hello, refusal
-from tests.server.test_explain import RED, TENANTS
+from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.keys import probe
 from tokenlake.metrics import Counters
 from tokenlake.wire import PROTOCOL_VERSION, Code, engine
 from tokenlake_client import Pool
+from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.doctor.running import check_refused
+from tokenlake_operator.status import status
+from tokenlake_operator.top import top
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.engines.connected_process import ConnectedProcess
 from tokenlake_server.engines.refused import FORGOTTEN_S, MAX_KEPT, REFUSED_ENGINES, Reason, RefusedEngines
@@ -40,6 +46,11 @@ def wait_shown(node: Node, expected: list[tuple[str, int]]) -> None:
     wait_until(lambda: [(each.reason, each.attempts) for each in without_pool(node)] == expected, str(expected))
 
 
+def status_of(node: Node) -> Any:
+    """What `tokenlake status` prints as JSON; its exit status is 1 where an error is among the findings."""
+    return told(status, "--socket", control_of(node))
+
+
 def refusals(node: Node, reason: str) -> float:
     return node.metrics()[f'tokenlake_refused_engines_total{{reason="{reason}"}}']
 
@@ -47,10 +58,8 @@ def refusals(node: Node, reason: str) -> float:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A daemon with two tenants: the uid of this process is that of 'blue'."""
-    file = tmp_path_factory.mktemp("refused") / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    with daemons(config=str(file)) as cluster:
+    file = tenants(tmp_path_factory.mktemp("refused"), blue=OF_THIS_USER)
+    with daemons(config=file) as cluster:
         yield cluster
 
 
@@ -92,6 +101,8 @@ def test_a_refused_engine_is_shown_until_it_is_accepted(one: Cluster, node: Node
     assert (found.pid, found.uid, found.reason, found.problem) == (os.getpid(), os.getuid(), reason, failed.reason)
     assert found.tenant == ("" if reason in (Reason.TOKEN, Reason.VERSION) else "blue")
     assert found.cure == reason.cure
+    (finding,) = status_of(node)["findings"]
+    assert (finding["check"], finding["cure"]) == (f"engine-{reason}", reason.cure)
 
     def lines() -> int:
         text = node.log.read_text().splitlines()
@@ -103,6 +114,7 @@ def test_a_refused_engine_is_shown_until_it_is_accepted(one: Cluster, node: Node
     assert lines() == 1
     one.connect(0, LAYOUT).close()
     wait_shown(node, [])
+    assert status_of(node)["findings"] == []
     assert "a wrong token" not in node.log.read_text()
 
 
@@ -131,6 +143,8 @@ def test_an_engine_that_declines_says_why(one: Cluster, node: Node) -> None:
     wait_shown(node, [("declined", 1)])
     (found,) = without_pool(node)
     assert (found.reason, found.problem) == ("declined", "the model has \\n no name")
+    (finding,) = status_of(node)["findings"]
+    assert (finding["check"], finding["severity"]) == ("engine-declined", "warning")
     assert refusals(node, "declined") == before + 1
     with Raw(node.socket) as raw:
         raw.send(engine.Bye())
@@ -163,22 +177,6 @@ def test_an_engine_leaves_the_list_with_its_process(node: Node) -> None:
 
 
 @pytest.mark.live
-def test_a_caller_sees_its_own_tenant_only(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
-    (address,) = served(cluster).values()
-    ca = cluster.directory / "ca"
-    with cluster:
-        refusal(cluster.nodes[0].socket, hello(layout=b"nonsense", token=RED))
-        wait_shown(cluster.nodes[0], [("layout", 1)])
-        for tenant, count in (("red", 1), ("blue", 0)):
-            with remote(address, "node0", certificates(ca, f"for-{tenant}", "reader", tenant)) as control:
-                assert len(control.status().refused) == count
-
-
-@pytest.mark.live
 def test_segments_that_get_no_memory_are_named() -> None:
     """An engine that is connected, and whose segments get no region, stores nothing."""
     with daemons(memory="1MiB") as cluster, cluster.connect(0, LAYOUT) as first:
@@ -200,19 +198,18 @@ def test_segments_that_get_no_memory_are_named() -> None:
 
 
 @pytest.mark.live
-def test_an_engine_is_a_session_with_processes(one: Cluster, node: Node) -> None:
+def test_an_engine_and_its_processes_are_shown_apart(one: Cluster, node: Node) -> None:
     wait_until(lambda: total(node, "tokenlake_processes") == 0, "earlier ones left")
-    with one.connect(0, LAYOUT) as scheduler, local(node) as control:
-        ranks = [Pool.connect(node.socket, LAYOUT, session=scheduler.engine.session) for _ in range(2)]
+    with one.connect(0, LAYOUT) as scheduler, Pool.connect(node.socket, LAYOUT, session=scheduler.engine.session):
         # A connection that has not joined a session is no process of an engine.
         with Raw(node.socket):
-            wait_until(lambda: (control.status().engines, control.status().processes) == (1, 3), "they are shown")
-        assert [(each.engines, each.processes) for each in control.engines()] == [(1, 3)]
-        assert (total(node, "tokenlake_engines"), total(node, "tokenlake_processes")) == (1, 3)
-        assert store(scheduler, Prompt(3, 1))
-        assert control.weights_changed(LAYOUT.weights_digest, "blue").sessions == 1
-        for rank in ranks:
-            rank.close()
+            wait_until(lambda: counts(status_of(node)["nodes"]["node0"]) == (1, 2), "one engine of two processes")
+        (row,) = told(top, "--once", "--interval", "0.2", "--socket", control_of(node))["nodes"]
+        assert counts(row) == (total(node, "tokenlake_engines"), total(node, "tokenlake_processes")) == (1, 2)
+
+
+def counts(row: Any) -> tuple[int, int]:
+    return row["engines"], row["processes"]
 
 
 # -- the list itself
@@ -258,6 +255,20 @@ async def test_without_a_pidfd_a_process_is_kept_for_a_time(monkeypatch: pytest.
     later = asyncio.get_running_loop().time() + FORGOTTEN_S + 1
     monkeypatch.setattr(refused, "_loop", type("Later", (), {"time": staticmethod(lambda: later)}))
     assert refused.all() == []
+
+
+def shown(reason: str, pid: int, problem: str = "it may not", cure: str = "let it") -> pb.RefusedEngine:
+    return pb.RefusedEngine(reason=reason, pid=pid, uid=1000, problem=problem, cure=cure, for_s=300, last_s=12)
+
+
+def test_each_reason_is_one_finding() -> None:
+    found = list(check_refused("a", [shown("token", 7), shown("declined", 8), shown("token", 9)]))
+    problem, cure = "without the pool for 5 min: it may not", "let it"
+    assert found == [
+        Finding("error", "engine-token", "a, 2 processes, the last one process 9 of uid 1000", problem, cure),
+        Finding("warning", "engine-declined", "a, process 8 of uid 1000", problem, cure),
+    ]
+    assert list(check_refused("a", [])) == []
 
 
 def test_each_reason_has_a_cure_and_is_in_the_runbook() -> None:

@@ -134,46 +134,6 @@ def test_a_stranger_does_not_join_until_it_is_trusted(scene: Scene) -> None:
     assert not scene.health("a")["unproven"]
 
 
-def test_a_node_without_the_secret_does_not_join(tmp_path: Path, etcd: EtcdServers) -> None:
-    nodes = Nodes(tmp_path, etcd.endpoints)
-    try:
-        for name, secret in (("a", "ab"), ("b", "cd")):
-            file = tmp_path / f"{name}.toml"
-            file.write_text(f'cluster_secret = "{secret * 16}"\n')
-            file.chmod(0o600)
-            nodes.start(name, config=str(file), cluster="secret")
-            wait_until(lambda: nodes.connected("a"), "a founds the ring")
-        for name, other in (("a", "b"), ("b", "a")):
-
-            def named(name: str = name, other: str = other) -> bool:
-                page: Any = nodes.page(name, "/health")
-                return "cluster secret" in str(page["unproven"].get(other, {}).get("reason", ""))
-
-            wait_until(named, f"{name} names {other}")
-        assert nodes.connected("a")
-    finally:
-        for node in nodes.nodes.values():
-            node.kill()
-
-
-def test_a_member_that_returns_with_another_ca(scene: Scene) -> None:
-    """It stays in the record, is not ready, and lets no other node in."""
-    scene.start("a", "b")
-    scene.nodes.wait("a", "b")
-    epoch = scene.epoch("a")
-    scene.nodes.nodes["b"].kill()
-    scene.start("b", ca="other")
-    wait_until(lambda: "'a' refused" in scene.unready("b"), "it is not ready")
-    scene.start("c", ca="other")
-    wait_until(lambda: scene.refuses("a", "c"), "a refuses its friend too")
-    assert "no member of the ring has proven it" in scene.unready("c")
-    assert not scene.unready("a")
-    assert scene.epoch("a") == epoch
-    scene.trust_each_other()
-    scene.nodes.wait("a", "b", "c")
-    assert scene.epoch("a") == epoch + 1
-
-
 def test_a_wrong_address_keeps_a_node_out(scene: Scene) -> None:
     """Another daemon listens where the node says that it does."""
     scene.start("a")

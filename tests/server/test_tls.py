@@ -13,7 +13,7 @@ from tests.server.certified import authority, files
 from tokenlake.errors import CredentialRefused, ProtocolRefused
 from tokenlake.wire import pack_frame, peer
 from tokenlake_server.ca import init_ca, issue
-from tokenlake_server.peers.certificates import CertificateFiles, Certificates, PeerCertificate, require_node
+from tokenlake_server.peers.certificates import CertificateFiles, Certificates, Contexts, PeerCertificate, require_node
 from tokenlake_server.peers.tls import TlsSession, is_tls
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -26,10 +26,14 @@ def ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return authority(tmp_path_factory.mktemp("certificates") / "ca")
 
 
-def session(ca: Path, node: str, *, server: bool) -> TlsSession:
+def contexts(ca: Path, node: str) -> Contexts:
     own = files(ca, node)
     paths = CertificateFiles(Path(own["certificate"]), Path(own["key"]), Path(own["ca"]))
-    return TlsSession(Certificates(paths, "tokenlake", node).current, server=server)
+    return Certificates(paths, "tokenlake", node).current
+
+
+def session(ca: Path, node: str, *, server: bool) -> TlsSession:
+    return TlsSession(contexts(ca, node), server=server)
 
 
 def connected(ca: Path) -> tuple[TlsSession, TlsSession]:
@@ -44,18 +48,14 @@ def connected(ca: Path) -> tuple[TlsSession, TlsSession]:
     return a, b
 
 
-def test_both_sides_know_each_other(ca: Path) -> None:
+@pytest.mark.parametrize("size", [1, 300, 16 << 10, (16 << 10) + 1, 1 << 20])
+def test_bytes_arrive_in_pieces_of_any_size(ca: Path, size: int) -> None:
     a, b = connected(ca)
     assert a.peer is not None
     assert b.peer is not None
     now = datetime.datetime.now(datetime.UTC)
     assert require_node(a.peer, "tokenlake", "b", now) == "b"
     assert require_node(b.peer, "tokenlake", None, now) == "a"
-
-
-@pytest.mark.parametrize("size", [1, 300, 16 << 10, (16 << 10) + 1, 1 << 20])
-def test_bytes_arrive_in_pieces_of_any_size(ca: Path, size: int) -> None:
-    a, b = connected(ca)
     plain = bytes(range(256)) * (size // 256 + 1)
     encrypted = a.write(plain)
     found = b""
@@ -77,10 +77,8 @@ def test_a_changed_byte_is_refused(ca: Path) -> None:
 def test_an_end_of_tls_ends_the_connection(ca: Path) -> None:
     """`read` would otherwise find no end of the bytes behind it."""
     b = session(ca, "b", server=True)
-    own = files(ca, "a")
-    paths = CertificateFiles(Path(own["certificate"]), Path(own["key"]), Path(own["ca"]))
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    a = Certificates(paths, "tokenlake", "a").current.client.wrap_bio(incoming, outgoing)
+    a = contexts(ca, "a").client.wrap_bio(incoming, outgoing)
     while b.peer is None:
         with contextlib.suppress(ssl.SSLWantReadError):
             a.do_handshake()
@@ -147,16 +145,6 @@ def test_the_log_warns_of_the_end_of_the_own_certificate(
     own.reload()
     assert expected in caplog.text
     assert len(caplog.records) == bool(expected), "once an hour"
-
-
-def test_the_log_says_when_a_certificate_expired(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says when a certificate that expires has expired."""
-    certificate, key = issue(ca, "w", days=10, begin=NOW - 9.5 * DAY, renew=True)
-    own = Certificates(CertificateFiles(certificate, key, ca / "ca.pem"), "tokenlake", "w")
-    assert "expires at" in caplog.text
-    own.current = own.current._replace(end=NOW - DAY)
-    own.reload()
-    assert "has expired" in caplog.text
 
 
 def test_the_log_names_an_authority_that_is_not_trusted(

@@ -4,7 +4,7 @@ list or etcd names the addresses of the other cluster."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, outcomes, store, total, wait_until
 from tests.server import certified
+from tests.server.scene import private
 from tests.server.test_encryption import logged
 from tokenlake.wire import Code
 from tokenlake_client import Pool
@@ -22,55 +23,38 @@ from tokenlake_testing.ports import reserve_port
 pytestmark = pytest.mark.live
 
 CLUSTERS = ("blue", "red")
-NAMED = "'b' belongs to the cluster '{theirs}', and 'a' to '{own}'"
-CERTIFIED = "no node of the cluster '{own}'"
-Settings = Callable[[str, str], dict[str, str]]
-"""Function that returns the settings by which a node (cluster, name) proves its identity."""
-
-
-def plain(directory: Path) -> Settings:
-    return lambda cluster, name: {}
-
-
-def secret(directory: Path) -> Settings:
-    file = directory / "tokenlake.toml"
-    file.write_text(f'cluster_secret = "{"ab" * 16}"\n')
-    file.chmod(0o600)
-    return lambda cluster, name: {"config": str(file)}
-
-
-def certificates(directory: Path) -> Settings:
-    authorities = {cluster: certified.authority(directory / cluster, cluster) for cluster in CLUSTERS}
-    both = directory / "both.pem"
-    both.write_bytes(b"".join((authority / "ca.pem").read_bytes() for authority in authorities.values()))
-    return lambda cluster, name: certified.files(authorities[cluster], name, both)
-
-
-PROOFS = {"no secret": (plain, NAMED), "a secret": (secret, NAMED), "certificates": (certificates, CERTIFIED)}
+NAMED, CERTIFIED = "'b' belongs to the cluster '{theirs}', and 'a' to '{own}'", "no node of the cluster '{own}'"
+PROOFS = {"no secret": NAMED, "a secret": NAMED, "certificates": CERTIFIED}
+"""By kind of proof, the text with which the nodes refuse each other."""
 
 
 class Nodes:
     """The nodes a and b of each of the two clusters."""
 
-    def __init__(self, directory: Path, proofs: Settings) -> None:
+    def __init__(self, directory: Path, proof: str) -> None:
         self.ports = {(cluster, name): reserve_port() for cluster in CLUSTERS for name in "ab"}
         self.nodes: dict[tuple[str, str], Node] = {}
-        self._proofs = proofs
-        self._directory = directory
+        self._directory, self._proof = directory, proof
+        self._secret = {"config": private(directory / "tokenlake.toml", f'cluster_secret = "{"ab" * 16}"\n')}
+        self._authorities = {cluster: certified.authority(directory / cluster, cluster) for cluster in CLUSTERS}
+        self._both = directory / "both.pem"
+        self._both.write_bytes(b"".join((each / "ca.pem").read_bytes() for each in self._authorities.values()))
 
-    def start(self, cluster: str, name: str, **settings: str) -> Node:
+    def start(self, cluster: str, name: str, **settings: str) -> None:
         place = self._directory / f"nodes-{cluster}"
         place.mkdir(exist_ok=True)
         own = {"cluster": cluster, "memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000"}
         own["listen"] = f"127.0.0.1:{self.ports[cluster, name]}"
-        node = Node(name, place, own | self._proofs(cluster, name) | settings)
-        self.nodes[cluster, name] = node
+        if self._proof == "certificates":
+            own |= certified.files(self._authorities[cluster], name, self._both)
+        own |= self._secret if self._proof == "a secret" else {}
+        node = self.nodes[cluster, name] = Node(name, place, own | settings)
         node.start()
         wait_until(lambda: node.log.exists() and " port for peers " in node.log.read_text(), f"{cluster} {name} serves")
-        return node
 
-    def do_not_mix(self, text: str) -> None:
+    def do_not_mix(self) -> None:
         """Each node a has dialled the b of the other cluster: both refuse it by name, and serve their own only."""
+        text = PROOFS[self._proof]
         for cluster, other in (CLUSTERS, CLUSTERS[::-1]):
             a, b = self.nodes[cluster, "a"], self.nodes[other, "b"]
             logged(a, text.format(own=cluster, theirs=other))
@@ -80,31 +64,25 @@ class Nodes:
             state = (health["peers"] | health["unproven"])["b"]
             assert state["state"] == "refused"
             assert f"the cluster '{cluster}'" in state["reason"] or f"to '{cluster}'" in state["reason"]
-        assert [total(node, "tokenlake_peers_connected") for node in self.nodes.values()] == [0] * 4
-        self.serve_only_their_own()
-
-    def serve_only_their_own(self) -> None:
-        """What one cluster stores, the other one does not find."""
         with ExitStack() as stack:
             pools = {
                 place: stack.enter_context(Pool.connect(node.socket, LAYOUT, deadlines=PATIENT))
                 for place, node in self.nodes.items()
             }
             for seed, (place, pool) in enumerate(pools.items()):
-                prompt = Prompt(seed, 6)
-                assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
-                for other, reader in pools.items():
-                    if other[0] != place[0]:
-                        with match(reader, prompt) as lease:
-                            assert lease.hits == 0, f"{other} finds segments of {place}"
+                assert outcomes(store(pool, Prompt(seed, 6))) == {Code.COMMITTED}
+                for other_place, reader in pools.items():
+                    if other_place[0] != place[0]:
+                        with match(reader, Prompt(seed, 6)) as lease:
+                            assert lease.hits == 0, f"{other_place} finds segments of {place}"
         for place, node in self.nodes.items():
-            assert total(node, "tokenlake_sent_segments_total") == 0, place
+            assert total(node, "tokenlake_peers_connected") == total(node, "tokenlake_sent_segments_total") == 0, place
             assert "Traceback" not in node.log.read_text()
 
 
-@pytest.fixture
+@pytest.fixture(params=PROOFS)
 def made(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path, PROOFS[request.param][0](tmp_path))
+    nodes = Nodes(tmp_path, request.param)
     try:
         yield nodes
     finally:
@@ -112,28 +90,20 @@ def made(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
             node.stop()
 
 
-each_proof = pytest.mark.parametrize(
-    ("made", "text"), [(name, text) for name, (_, text) in PROOFS.items()], indirect=["made"], ids=list(PROOFS)
-)
-
-
-@each_proof
-def test_lists_that_name_the_other_cluster(made: Nodes, text: str) -> None:
+def test_lists_that_name_the_other_cluster(made: Nodes) -> None:
     """Each node a takes the b of the other cluster for its own."""
     for cluster, other in (CLUSTERS, CLUSTERS[::-1]):
         right = {name: made.ports[cluster, name] for name in "ab"}
-        wrong = right | {"b": made.ports[other, "b"]}
-        for name, ports in (("a", wrong), ("b", right)):
+        for name, ports in (("a", right | {"b": made.ports[other, "b"]}), ("b", right)):
             made.start(cluster, name, peers=",".join(f"{each}=127.0.0.1:{port}" for each, port in ports.items()))
-    made.do_not_mix(text)
+    made.do_not_mix()
 
 
 @pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
-@each_proof
-def test_an_etcd_that_names_the_other_cluster(made: Nodes, text: str) -> None:
+def test_an_etcd_that_names_the_other_cluster(made: Nodes) -> None:
     """Both clusters are in one etcd. Each b advertises the address of the b of the other cluster."""
     with EtcdServers() as servers:
         for cluster, other in (CLUSTERS, CLUSTERS[::-1]):
             made.start(cluster, "a", etcd=servers.endpoints)
             made.start(cluster, "b", etcd=servers.endpoints, advertise=f"127.0.0.1:{made.ports[other, 'b']}")
-        made.do_not_mix(text)
+        made.do_not_mix()

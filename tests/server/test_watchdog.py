@@ -109,13 +109,6 @@ def test_the_start_is_not_counted() -> None:
     assert watched.kinds() == {"busy": 1}
 
 
-def test_the_stop_is_not_counted() -> None:
-    watched = Watched()
-    watched.watchdog.stop()
-    watched.watchdog.watch(busy)()
-    assert not watched.kinds()
-
-
 def test_an_error_passes_through_and_is_timed() -> None:
     watched = Watched()
 
@@ -140,74 +133,46 @@ def test_the_log_has_at_most_a_line_a_minute(caplog: pytest.LogCaptureFixture) -
     assert [message.rpartition(" ")[2] for message in messages] == ["1", "3"]
 
 
-def test_a_callback_below_the_limit_of_the_log_is_only_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """A callback of about a millisecond, as at the start of a daemon, delays no request: it is counted and not
-    logged."""
-    watched = Watched()
-    with caplog.at_level(logging.WARNING):
-        watched.watchdog.watch(busy)()
-    assert watched.kinds() == {"busy": 1}
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda loop, callback: loop.call_soon(callback),
-        lambda loop, callback: loop.call_soon_threadsafe(callback),
-        lambda loop, callback: loop.call_later(0.0, callback),
-        lambda loop, callback: loop.call_at(loop.time(), callback),
-    ],
-    ids=["call_soon", "call_soon_threadsafe", "call_later", "call_at"],
-)
-def test_the_loop_watches_every_callback_once(
-    call: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], object],
-) -> None:
-    loop = new_event_loop()
-    watchdog: Watchdog = loop.watchdog  # type: ignore[attr-defined]
-    done = loop.create_future()
-
-    def callback() -> None:
-        busy()
-        done.set_result(None)
-
-    try:
-        call(loop, callback)
-        loop.run_until_complete(done)
-    finally:
-        loop.close()
-    found = [(kind.rpartition(".")[2], value) for _, (kind,), value in watchdog.gauges()]
-    assert found[0] == ("callback", 1)
-
-
-def test_the_loop_watches_readers_writers_and_tasks() -> None:
+def test_the_loop_watches_every_callback_once() -> None:
+    """Also readers, writers and tasks."""
     loop = new_event_loop()
     watchdog: Watchdog = loop.watchdog  # type: ignore[attr-defined]
     near, far = socket.socketpair()
-    read, written = loop.create_future(), loop.create_future()
+    ran: dict[str, asyncio.Future[None]] = {}
 
-    def reader() -> None:
-        busy()
-        loop.remove_reader(near)
-        read.set_result(None)
+    def made(name: str) -> Callable[[], None]:
+        """A callback of this name, which is busy."""
+        ran[name] = loop.create_future()
 
-    def writer() -> None:
-        busy()
-        loop.remove_writer(near)
-        written.set_result(None)
+        def callback() -> None:
+            busy()
+            loop.remove_reader(near)
+            loop.remove_writer(near)
+            ran[name].set_result(None)
+
+        callback.__qualname__ = name
+        return callback
 
     async def task() -> None:
-        await asyncio.gather(read, written)
+        far.send(b"x")
+        for name, call in (
+            ("soon", loop.call_soon),
+            ("threadsafe", loop.call_soon_threadsafe),
+            ("later", lambda callback: loop.call_later(0.0, callback)),
+            ("at", lambda callback: loop.call_at(loop.time(), callback)),
+            ("reader", lambda callback: loop.add_reader(near, callback)),
+            ("writer", lambda callback: loop.add_writer(near, callback)),
+        ):
+            call(made(name))
+            await ran[name]
         busy()
 
     try:
-        far.send(b"x")
-        loop.add_reader(near, reader)
-        loop.add_writer(near, writer)
         loop.run_until_complete(task())
     finally:
         loop.close()
         near.close()
         far.close()
-    kinds = {kind.rpartition(".")[2] for _, (kind,), _ in watchdog.gauges()}
-    assert {"reader", "writer", "task"} <= kinds
+    found = {kind.rpartition(".")[2]: value for metric, (kind,), value in watchdog.gauges() if "by_kind" in metric.name}
+    assert {name: found[name] for name in ran} == dict.fromkeys(ran, 1)
+    assert "task" in found

@@ -12,8 +12,7 @@ from tokenlake.wire import Code
 def killed(seed: int) -> Outcome:
     """Engines of both nodes read; a fetched lease stays readable; the daemon restarts."""
     with world(seed) as at:
-        at.fill_partly_at(0)
-        before, only_there = at.listed(), at.only_at(0)
+        only_there = at.fill_partly_at(0)
         mine = at.engines[0]
         lease = match(mine.pool, at.prompts[0])
         arrays = lease.fetch()
@@ -28,8 +27,7 @@ def killed(seed: int) -> Outcome:
         del arrays
         lease.release()
         wait_until(mine.answered, "its engine is back")
-        at.find_again(before, may_lose=only_there)
-        at.serves()
+        at.ends(may_lose=only_there)
     return at.outcome
 
 
@@ -37,7 +35,6 @@ def stopped(seed: int) -> Outcome:
     """Engines of both nodes read while the daemon is stopped, and after it continues."""
     with world(seed) as at:
         at.fill()
-        before = at.found()
         at.begin()
         with asking(at.engines, at.read) as wait:
             wait(5)
@@ -45,8 +42,7 @@ def stopped(seed: int) -> Outcome:
             wait(20)
             at.nodes[0].thaw()
             wait_until(at.engines[0].answered, "it answers")
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
@@ -54,7 +50,6 @@ def slow(seed: int) -> Outcome:
     """The daemon's messages to one engine trickle; another engine of the same daemon is not held up."""
     with world(seed, 1) as at:
         at.fill()
-        before = at.found()
         proxy = at.proxy(0)
         mine = at.engine(0, "engine behind the trickle", proxy)
         assert mine.whole(at.prompts[:1])
@@ -65,25 +60,14 @@ def slow(seed: int) -> Outcome:
             wait(3)
             proxy.fault = None
         wait_until(mine.answered, "it answers in time again")
-        at.find_again(before, mine)
-        at.serves()
+        at.ends(mine)
     return at.outcome
 
 
-def cut_in_header(seed: int) -> Outcome:
-    """Five times the connection ends within the header of a reply, which has its length."""
-    return _cut(seed, Cut("down", "header"))
-
-
-def cut_in_body(seed: int) -> Outcome:
-    """Five times the connection ends within the body of a reply."""
-    return _cut(seed, Cut("down", "body"))
-
-
-def _cut(seed: int, fault: Cut) -> Outcome:
+def cut(seed: int, fault: Cut) -> Outcome:
+    """Five times the connection ends within this part of a reply."""
     with world(seed, 1) as at:
         at.fill()
-        before = at.found()
         proxy = at.proxy(0)
         mine = at.engine(0, "engine that is cut off", proxy)
         session = mine.pool.engine.session
@@ -102,8 +86,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
         mine.check(at.prompts[0], lease.fetch())
         del arrays
         lease.release()
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
@@ -116,7 +99,7 @@ def full(seed: int) -> Outcome:
         while at.metric(0, "tokenlake_free_slots"):
             stored.append(at.fresh(len(stored)))
             assert mine.store(stored[-1]) == {Code.COMMITTED}
-        before = at.found()
+        at.before = at.found()
         at.begin()
         leases = [match(mine.pool, prompt) for prompt in stored]
         assert sum(lease.hits for lease in leases) == at.metric(0, "tokenlake_slots")
@@ -126,7 +109,7 @@ def full(seed: int) -> Outcome:
             other.read(prompt)
         for prompt, lease in zip(stored, leases, strict=True):
             mine.check(prompt, lease.fetch())
-        at.find_again(before, other)
+        at.find_again(other)
         for lease in leases:
             lease.release()
         assert mine.answered()
@@ -139,7 +122,6 @@ def flipped_in_arena(seed: int) -> Outcome:
     """A bit flips in the first segment of every second prompt. One reader verifies checksums, another does not."""
     with world(seed, 1) as at:
         at.fill()
-        before = at.found()
         reader = at.engine(0, "engine that verifies", verify=True)
         hit = at.prompts[::2]
         for prompt in hit:
@@ -150,7 +132,7 @@ def flipped_in_arena(seed: int) -> Outcome:
         assert reader.pool.corrupt == len(hit)
         wait_until(lambda: at.metric(0, "tokenlake_confirmed_segments_total") == len(hit), "all were checked")
         assert [at.engines[0].read(prompt) for prompt in hit] == [0] * len(hit), "the other reader misses"
-        at.find_again(before, reader, may_lose=len(hit))
+        at.find_again(reader, may_lose=len(hit))
         for prompt in hit:
             at.engines[0].store(prompt)
         assert reader.whole(at.prompts), "recomputed"

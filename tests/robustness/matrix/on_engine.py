@@ -40,7 +40,6 @@ def killed(seed: int) -> Outcome:
     """The engine is killed while it has a lease and a reservation, and is storing."""
     with world(seed, 1) as at:
         at.fill()
-        before = at.found()
         with _busy(at) as engine:
             at.begin()
             with asking(at.engines, at.read_and_store) as wait:
@@ -48,8 +47,7 @@ def killed(seed: int) -> Outcome:
                 engine.begin("store", seed=at.seed + 1, segments=40)
                 engine.kill()
                 wait(10)
-            at.find_again(before)
-            at.serves()
+            at.ends()
         assert outcomes(store(at.engines[0].pool, Prompt(_reserved(at), HELD))) == {Code.COMMITTED}, (
             "the reserved segments can be stored"
         )
@@ -71,7 +69,7 @@ def stopped(seed: int) -> Outcome:
             for number in range(40):
                 assert mine.store(at.fresh(number), patience=5.0) == {Code.COMMITTED}
             at.prompts = [at.fresh(number) for number in range(30, 40)]
-            before = at.found()
+            at.before = at.found()
             leases = [match(mine.pool, prompt) for prompt in at.prompts]
             engine.thaw()
             engine.ask("fill")
@@ -82,8 +80,7 @@ def stopped(seed: int) -> Outcome:
             assert engine.ask("compare") == {"hits": HELD, "wrong": 0}, "its leased segments are unchanged"
             engine.ask("release")
             assert engine.ask("state")["connected"]
-            at.find_again(before)
-            at.serves()
+            at.ends()
     return at.outcome
 
 
@@ -91,7 +88,6 @@ def slow(seed: int) -> Outcome:
     """The requests of the engine arrive a byte at a time."""
     with world(seed, 1) as at:
         at.fill()
-        before = at.found()
         proxy = at.proxy(0)
         engine = at.engine(0, "engine behind the trickle", proxy)
         at.begin()
@@ -101,25 +97,14 @@ def slow(seed: int) -> Outcome:
             wait(2)
             proxy.fault = None
         wait_until(engine.answered, "it is answered in time again")
-        at.find_again(before, engine)
-        at.serves()
+        at.ends(engine)
     return at.outcome
 
 
-def cut_in_header(seed: int) -> Outcome:
-    """Five times the engine's connection ends within the header of a request, which has its length."""
-    return _cut(seed, Cut("up", "header"))
-
-
-def cut_in_body(seed: int) -> Outcome:
-    """Five times the engine's connection ends within the body of a request."""
-    return _cut(seed, Cut("up", "body"))
-
-
-def _cut(seed: int, fault: Cut) -> Outcome:
+def cut(seed: int, fault: Cut) -> Outcome:
+    """Five times the engine's connection ends within this part of a request."""
     with world(seed, 1) as at:
         at.fill()
-        before = at.found()
         proxy = at.proxy(0)
         engine = at.engine(0, "engine that is cut off", proxy)
         session = engine.pool.engine.session
@@ -131,8 +116,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
                 wait_until(lambda made=made: proxy.done == made, "the connection is cut")  # type: ignore[misc]
                 wait_until(engine.answered, "it is connected again")
         assert engine.pool.engine.session == session, "its session goes on"
-        at.find_again(before, engine)
-        at.serves()
+        at.ends(engine)
     return at.outcome
 
 
@@ -140,7 +124,6 @@ def flood(seed: int) -> Outcome:
     """An engine sends the longest requests, many in one write, and reads no answer; others never send their Hello."""
     with world(seed, 1) as at, ExitStack() as open_:
         at.fill()
-        before = at.found()
         keys = random.Random(seed).randbytes(KEY_BYTES * MAX_KEYS)
         floods = (
             b"".join(pack_frame(engine.Heartbeat(number)) for number in range(6500)),
@@ -161,8 +144,7 @@ def flood(seed: int) -> Outcome:
                 open_.enter_context(Raw(at.nodes[0].socket)).write((HELLO_BYTES).to_bytes(4, "little"))
             wait(5)
         open_.close()
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
@@ -170,7 +152,6 @@ def full(seed: int) -> Outcome:
     """The engine's address space is used up: it can map no region, neither to store nor to read."""
     with world(seed, 1, "64MiB", "64MiB") as at, EngineProcess(at.nodes[0].socket) as engine:
         at.fill()
-        before = at.found()
         engine.ask("limit", nbytes=32 << 20)
         at.begin()
         for command, number in (("store", seed), ("match", 1000 * seed)):
@@ -179,8 +160,7 @@ def full(seed: int) -> Outcome:
         engine.ask("release")
         with asking(at.engines, at.read_and_store) as wait:
             wait(5)
-        at.find_again(before)
-        at.serves()
+        at.ends()
         engine.ask("limit", nbytes=None)
         assert set(engine.ask("store", seed=seed, segments=4)["codes"]) == {Code.COMMITTED}
         assert engine.ask("match", seed=seed, segments=4)["wrong"] == 0
@@ -190,8 +170,7 @@ def full(seed: int) -> Outcome:
 def flipped_in_arena(seed: int) -> Outcome:
     """The engine writes into committed segments: neither verifying engines nor engines of other nodes read them."""
     with world(seed) as at:
-        at.fill_partly_at(0)
-        before, only_there = at.listed(), at.only_at(0)
+        only_there = at.fill_partly_at(0)
         writer, elsewhere = at.engines
         reader = at.engine(0, "engine that verifies", verify=True)
         here = local_keys(writer.pool, at.prompts)
@@ -201,8 +180,7 @@ def flipped_in_arena(seed: int) -> Outcome:
         for prompt in at.prompts:
             reader.read(prompt)
             elsewhere.read(prompt)
-        at.find_again(before, reader, elsewhere, may_lose=only_there)
-        at.serves()
+        at.ends(reader, elsewhere, may_lose=only_there)
     return at.outcome
 
 
@@ -210,7 +188,6 @@ def flipped_on_wire(seed: int) -> Outcome:
     """A bit flips in one of three requests of the engine, which verifies checksums."""
     with world(seed, 1, lease_s="1") as at:
         at.fill()
-        before = at.found()
         proxy = at.proxy(0)
         engine = at.engine(0, "engine whose requests are damaged", proxy, verify=True)
         assert engine.whole(at.prompts)
@@ -223,6 +200,5 @@ def flipped_on_wire(seed: int) -> Outcome:
             proxy.fault = None
         wait_until(engine.answered, "it is answered again")
         at.leave(engine)
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome

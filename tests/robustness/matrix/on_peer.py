@@ -15,8 +15,7 @@ DIRECTIONS: tuple[Direction, ...] = ("down", "up")
 def killed(seed: int) -> Outcome:
     """The engine reads and stores; the node starts again."""
     with world(seed) as at:
-        at.fill_partly_at(1)
-        before, only_there = at.listed(), at.only_at(1)
+        only_there = at.fill_partly_at(1)
         at.begin()
         with asking(at.engines[:1], at.read_and_store) as wait:
             wait(3)
@@ -25,8 +24,7 @@ def killed(seed: int) -> Outcome:
             at.nodes[1].start()
             at.cluster.wait_ready()
         wait_until(at.engines[1].answered, "its engine is back")
-        at.find_again(before, may_lose=only_there)
-        at.serves()
+        at.ends(may_lose=only_there)
     return at.outcome
 
 
@@ -34,7 +32,6 @@ def stopped(seed: int) -> Outcome:
     """The engine reads and stores while the node is stopped, and after it continues."""
     with world(seed) as at:
         at.fill_partly_at(1)
-        before = at.listed()
         at.begin()
         with asking(at.engines[:1], at.read_and_store) as wait:
             wait(3)
@@ -42,8 +39,7 @@ def stopped(seed: int) -> Outcome:
             wait(len(at.prompts))
             at.nodes[1].thaw()
             wait_until(at.engines[1].answered, "it answers")
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
@@ -51,40 +47,27 @@ def slow(seed: int) -> Outcome:
     """The messages and bytes that the node sends trickle."""
     with world(seed, linked=True) as at:
         at.fill()
-        before = at.listed()
         at.begin()
         with asking(at.engines[:1], at.fetch) as wait:
             wait(2)
             at.links[1].fault = Trickle("down", 64)
             wait(10)
             at.links[1].fault = None
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
-def cut_in_header(seed: int) -> Outcome:
-    """Five times a connection between the nodes ends within the header of a frame, which has its length."""
-    return _cut(seed, Cut("down", "header"))
-
-
-def cut_in_payload(seed: int) -> Outcome:
-    """Five times a connection between the nodes ends within the bytes of a segment."""
-    return _cut(seed, Cut("down", "raw"))
-
-
-def _cut(seed: int, fault: Cut) -> Outcome:
+def cut(seed: int, fault: Cut) -> Outcome:
+    """Five times a connection between the nodes ends within this part."""
     with world(seed, linked=True) as at:
         at.fill()
-        before = at.listed()
         at.begin()
         with asking(at.engines[:1], at.fetch):
             for made in range(1, 6):
                 at.links[1].fault = fault
                 wait_until(lambda made=made: at.links[1].done == made, "a connection is cut")  # type: ignore[misc]
         at.cluster.wait_ready()
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
@@ -105,12 +88,12 @@ def full(seed: int) -> Outcome:
         for prompt in at.prompts[:6]:
             assert mine.store(prompt, patience=5.0) == {Code.COMMITTED}
         wait_told(at.cluster)
-        before = {bytes(key) for prompt in at.prompts[:6] for key in mine.pool.prefix(prompt.tokens).keys}
+        at.before = {bytes(key) for prompt in at.prompts[:6] for key in mine.pool.prefix(prompt.tokens).keys}
         assert further.store(at.prompts[6]) == {Code.NO_SLOT}
         assert [further.read(prompt) for prompt in at.prompts[:6]] == [0] * 6, "it has no slot for what it fetches"
         assert further.whole(stored[1:]), "what it has is read there"
-        assert mine.whole(stored[1:4]), "and at the other node"
-        at.find_again(before, mine)
+        wait_until(lambda: mine.whole(stored[1:4]), "and at the other node")
+        at.find_again(mine)
         assert at.metric(1, "tokenlake_received_segments_total") == 0, "the node took no segment"
         for lease in leases:
             lease.release()
@@ -120,31 +103,17 @@ def full(seed: int) -> Outcome:
     return at.outcome
 
 
-def bulk_dead(seed: int) -> Outcome:
-    """No byte passes on bulk connections to the node; its control connection goes on."""
-    return _dropped(seed, Drop(DIRECTIONS))
-
-
-def bulk_one_way(seed: int) -> Outcome:
-    """No byte from the node passes on bulk connections, then no byte to the node."""
-    return _dropped(seed, Drop(("down",)), Drop(("up",)))
-
-
-def bulk_headers(seed: int) -> Outcome:
-    """The headers of the node's replies pass on bulk connections, and no byte of a segment."""
-    return _dropped(seed, Drop(("down",), "raw"))
-
-
 def _dead(at: World) -> bool:
     """Node 0 takes the bulk path to node 1 for dead. On a busy machine it may do so before the fault, too."""
     log = at.nodes[0].log.read_text()
     return log.count("delivers nothing") > log.count("delivers segments again")
 
 
-def _dropped(seed: int, *drops: Drop) -> Outcome:
+def dropped(seed: int, drops: tuple[Drop, ...]) -> Outcome:
+    """Some bytes do not pass on bulk connections to the node, one fault after the other; its control connection goes
+    on."""
     with world(seed, linked=True) as at:
         at.fill()
-        before = at.listed()
         at.begin()
         unanswered, received = "tokenlake_unanswered_fetches_total", "tokenlake_received_segments_total"
         with asking(at.engines[:1], at.fetch) as wait:
@@ -160,19 +129,17 @@ def _dropped(seed: int, *drops: Drop) -> Outcome:
                 assert at.metric(0, unanswered) == noticed, "no further fetch waits for the node"
                 before_repair = at.metric(0, received)
                 at.links[1].fault = None
-                at.find_again(before)
+                at.find_again()
                 wait_until(lambda least=before_repair: at.metric(0, received) > least, "bytes arrive again")  # type: ignore[misc]
         assert at.metric(0, "tokenlake_suspected_peers_total") == 0
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome
 
 
 def flipped_in_arena(seed: int) -> Outcome:
     """A bit flips in every segment of the node. The segments are computed again and served, also by this node."""
     with world(seed) as at:
-        at.fill_partly_at(1)
-        before, only_there = at.listed(), at.only_at(1)
+        only_there = at.fill_partly_at(1)
         mine, other = at.engines
         flipped = [flip(other.pool, key) for prompt in at.prompts for key in other.pool.prefix(prompt.tokens).keys]
         assert sum(flipped) >= only_there > 0
@@ -184,11 +151,11 @@ def flipped_in_arena(seed: int) -> Outcome:
         wait_until(lambda: at.metric(1, "tokenlake_confirmed_segments_total") == corrupt, "all were checked")
         alone = at.prompts[: len(at.prompts) // 2]
         assert [other.read(prompt) for prompt in alone] == [0] * len(alone), "its own engine misses as well"
-        at.find_again(before, mine, may_lose=only_there)
+        at.find_again(mine, may_lose=only_there)
         for prompt in at.prompts:
             mine.store(prompt)
         assert mine.whole(at.prompts), "recomputed"
-        assert other.whole(alone), "also read at the node"
+        wait_until(lambda: other.whole(alone), "also read at the node")
         at.serves()
     return at.outcome
 
@@ -198,7 +165,6 @@ def flipped_on_wire(seed: int) -> Outcome:
     in one of four frames to the node."""
     with world(seed, linked=True) as at:
         at.fill()
-        before = at.listed()
         at.begin()
         with asking(at.engines[:1], at.fetch) as wait:
             at.links[1].fault = Flip("down", "raw", 2)
@@ -207,6 +173,5 @@ def flipped_on_wire(seed: int) -> Outcome:
                 at.links[1].fault = Flip(direction, "body", 4)
                 wait(20)
             at.links[1].fault = None
-        at.find_again(before)
-        at.serves()
+        at.ends()
     return at.outcome

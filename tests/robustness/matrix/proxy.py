@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import HEADER_BYTES, Code, peer
@@ -125,7 +125,8 @@ class Proxy:
     only forwards, descriptors included."""
 
     def __init__(self, target: Address, at: Path | None = None, seed: int = 0) -> None:
-        self._target = target
+        self.target = target
+        """Connections that come while nothing listens there are closed."""
         self._draw = random.Random(seed)
         if at is None:
             self._listener = socket.create_server(("127.0.0.1", 0))
@@ -146,17 +147,13 @@ class Proxy:
         assert isinstance(self.address, tuple)
         return self.address[1]
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         _end(self._listener)
         self.cut()
-
-    def deafen(self) -> None:
-        """Stop listening, for ever; the connections that are open go on."""
-        _end(self._listener)
 
     def cut(self) -> None:
         """End the connections that are open."""
@@ -170,11 +167,11 @@ class Proxy:
             while True:
                 near, _ = self._listener.accept()
                 try:
-                    far = _connect(self._target)
+                    far = _connect(self.target)
                 except OSError:
                     near.close()
                     continue
-                if isinstance(self._target, tuple):
+                if isinstance(self.target, tuple):
                     for sock in (near, far):
                         # Without this option each small frame could wait 40 ms for an acknowledgement.
                         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.robustness.live import LIMIT_S
 from tests.robustness.matrix import on_daemon, on_engine, on_peer
 from tests.robustness.matrix.measure import Outcome
+from tests.robustness.matrix.proxy import Cut, Drop
 
 ANY = 1 << 30
 
@@ -69,8 +71,8 @@ CELLS = (
         on_daemon.slow,
         {"engine behind the trickle": ANY},
     ),
-    Cell("daemon", "half-header", RESUMED, on_daemon.cut_in_header),
-    Cell("daemon", "half-payload", RESUMED, on_daemon.cut_in_body),
+    Cell("daemon", "half-header", RESUMED, partial(on_daemon.cut, fault=Cut("down", "header"))),
+    Cell("daemon", "half-payload", RESUMED, partial(on_daemon.cut, fault=Cut("down", "body"))),
     Cell(
         "daemon",
         "full",
@@ -97,8 +99,18 @@ CELLS = (
         on_peer.stopped,
     ),
     Cell("peer", "slow", "a transfer ends at its deadline and is a miss; nothing is lost", on_peer.slow),
-    Cell("peer", "half-header", "misses until the nodes are connected again; nothing is lost", on_peer.cut_in_header),
-    Cell("peer", "half-payload", "the cut transfer is a miss, its bytes reach no engine", on_peer.cut_in_payload),
+    Cell(
+        "peer",
+        "half-header",
+        "misses until the nodes are connected again; nothing is lost",
+        partial(on_peer.cut, fault=Cut("down", "header")),
+    ),
+    Cell(
+        "peer",
+        "half-payload",
+        "the cut transfer is a miss, its bytes reach no engine",
+        partial(on_peer.cut, fault=Cut("down", "raw")),
+    ),
     Cell(
         "peer", "full", "stores and fetches there are refused; its segments are read, there and elsewhere", on_peer.full
     ),
@@ -130,8 +142,8 @@ CELLS = (
         on_engine.slow,
         {"engine behind the trickle": ANY},
     ),
-    Cell("engine", "half-header", f"{RESUMED}; {UNNOTICED}", on_engine.cut_in_header),
-    Cell("engine", "half-payload", f"{RESUMED}; {UNNOTICED}", on_engine.cut_in_body),
+    Cell("engine", "half-header", f"{RESUMED}; {UNNOTICED}", partial(on_engine.cut, fault=Cut("up", "header"))),
+    Cell("engine", "half-payload", f"{RESUMED}; {UNNOTICED}", partial(on_engine.cut, fault=Cut("up", "body"))),
     Cell(
         "engine",
         "full",
@@ -157,14 +169,19 @@ CELLS = (
         "bulk-dead",
         "one fetch is given up within its deadline; no further call waits for the node until its bulk path answers "
         "again, and it is never SUSPECT; nothing is lost",
-        on_peer.bulk_dead,
+        partial(on_peer.dropped, drops=(Drop(("up", "down")),)),
     ),
-    Cell("peer", "bulk-one-way", "as bulk-dead, whichever direction is cut off", on_peer.bulk_one_way),
+    Cell(
+        "peer",
+        "bulk-one-way",
+        "as bulk-dead, whichever direction is cut off",
+        partial(on_peer.dropped, drops=(Drop(("down",)), Drop(("up",)))),
+    ),
     Cell(
         "peer",
         "bulk-headers",
         "as bulk-dead, although the headers of the node's replies pass and no byte of a segment",
-        on_peer.bulk_headers,
+        partial(on_peer.dropped, drops=(Drop(("down",), "raw"),)),
     ),
     Cell("engine", "flood", f"its requests are refused or wait; {UNNOTICED}", on_engine.flood),
 )
@@ -173,104 +190,6 @@ CELLS = (
 MEANINGLESS = {
     "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "
     "one machine: a bit that flips there is a bit that flips in the engine. Malformed frames in both directions are "
-    "tested by `tests/server/test_noise.py` and `tests/rules/test_wire_messages.py`",
+    "tested by `tests/server/test_noise.py` and `tests/rules/test_wire_messages.py`"
 }
 """The reason why a cell has no scenario."""
-
-FOUND = (
-    (
-        "the leases and reservations of a reply that was cut off stayed until the engine's process ended",
-        "test_an_answer_that_was_cut_off_grants_nothing",
-    ),
-    (
-        "after a request without a reply the client sent no further request, and no heartbeat",
-        "test_an_answer_that_never_comes_ends_no_service",
-    ),
-    (
-        "one thread closed a connection while another one waited on it: that thread waited for a whole deadline on the "
-        "descriptor of a new socket",
-        "test_a_broken_connection_is_closed_by_its_reader",
-    ),
-    (
-        "one lease that was never released kept every tenant from getting memory, though other regions had no lease",
-        "test_one_unreleased_lease_stops_no_handover",
-    ),
-    (
-        "engines that had mapped a region kept its memory after it was given to another tenant",
-        "test_hand_overs_need_no_further_memory",
-    ),
-    (
-        "engines kept the memory of a daemon that had ended, until they had connected to the next one",
-        "test_restarts_need_no_second_arena",
-    ),
-    (
-        "one array of an engine kept the memory of a whole region of a daemon that had ended",
-        "test_arrays_outlive_the_memory_of_the_daemon",
-    ),
-    (
-        "a forked child of an engine kept the memory of a daemon that had ended",
-        "test_a_forked_child_keeps_no_memory",
-    ),
-    (
-        "a tenant that truncated a file of `arena_directory` ended the daemon by SIGBUS; the setting is gone",
-        "test_a_tenant_cannot_end_the_daemon_through_its_region",
-    ),
-    (
-        "one frame of an engine kept all others waiting for a second",
-        "test_ranges_per_release_are_bounded",
-    ),
-    (
-        "an engine with 208 KiB of unread answers was cut off when it opened a region",
-        "test_an_engine_with_unread_answers_opens_a_region",
-    ),
-    (
-        "one tenant could take all sessions",
-        "test_a_tenant_takes_its_part_of_the_sessions_only",
-    ),
-    (
-        "connections without a Hello, unread answers and waiting matches took hundreds of MiB",
-        "test_waiting_matches_are_bounded_in_bytes",
-    ),
-    (
-        "killed engines in other PID namespaces held their leases for ever on kernels without SO_PEERPIDFD",
-        "test_the_slots_of_killed_engines_come_back",
-    ),
-    (
-        "a process in another PID namespace took over the leases of another process by guessing a small number",
-        "test_no_process_takes_over_the_leases_of_another",
-    ),
-    (
-        "silent connections to the port for peers kept a restarted node out",
-        "test_silent_connections_keep_no_peer_out",
-    ),
-    (
-        "one tenant's sessions, frames, huge queries or pipelined connections to the query engine ended the "
-        "service of another tenant",
-        "test_a_tenant_that_does_its_worst",
-    ),
-    (
-        "a name in an engine's layout wrote lines of its own into the daemon's log",
-        "test_a_layout_forges_no_line_of_the_log",
-    ),
-    (
-        "segments that an operator evicted while a disk was full or set aside were found again",
-        "test_evictions_wait_for_a_disk_that_is_aside",
-    ),
-    (
-        "weights that were retired came back with the daemon's restart",
-        "test_retired_weights_do_not_return",
-    ),
-    (
-        "a full file system took all segments on disk away, and a daemon that started then did not open it",
-        "test_a_full_device_is_opened_for_reads",
-    ),
-    (
-        "one changed bit of the index lost all segments of a device",
-        "test_one_changed_bit_of_a_table_costs_no_segment",
-    ),
-    (
-        "each size of segments took 64 MiB of a device beyond its size",
-        "test_all_files_stay_within_the_limit",
-    ),
-)
-"""(Defect, the test that shows it)."""

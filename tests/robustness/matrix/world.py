@@ -47,6 +47,8 @@ class World:
         """These and all others."""
         self.gone: list[Asker] = []
         self.outcome = Outcome()
+        self.before: set[bytes] = set()
+        """The segments that must be found again."""
         self._stack = stack
 
     def engine(self, number: int, name: str, proxy: Proxy | None = None, *, verify: bool = False) -> Asker:
@@ -83,6 +85,7 @@ class World:
             codes = by[number % len(by)].store(prompt, patience=LIMIT_S, hints=Hints(priority=1))
             assert codes == {Code.COMMITTED}
         wait_told(self.cluster)
+        self.before = self.listed()
 
     def read_and_store(self, asker: Asker, number: int) -> None:
         """Read one of the prompts and store a fresh one."""
@@ -97,15 +100,18 @@ class World:
         for at, engine in enumerate((asker, self.engines[1])):
             engine.read(self.prompts[(2 * number + at) % PROMPTS])
 
-    def fill_partly_at(self, number: int) -> None:
+    def fill_partly_at(self, number: int) -> int:
         """The engine of this node stores all prompts. That of the other node reads the second half of them, so that
-        both nodes hold that half."""
+        both nodes hold that half. Returns the number of segments that only this node has."""
         here, other = self.engines[number], self.engines[1 - number]
         self.fill(here)
         alone, shared = self.prompts[: PROMPTS // 2], self.prompts[PROMPTS // 2 :]
         wait_until(lambda: other.whole(shared), "the other engine has read its part")
-        assert len(self.listed()) == PROMPTS * SEGMENTS
-        assert self.only_at(number) == len(alone) * SEGMENTS
+        self.before = self.listed()
+        assert len(self.before) == PROMPTS * SEGMENTS
+        only_there = self.only_at(number)
+        assert only_there == len(alone) * SEGMENTS
+        return only_there
 
     def metric(self, number: int, name: str) -> float:
         """A metric of one node, summed over its labels."""
@@ -130,11 +136,16 @@ class World:
         held = [local_keys(engine.pool, self.prompts) for engine in self.engines]
         return len(held.pop(number) - set[bytes]().union(*held))
 
-    def find_again(self, before: set[bytes], *askers: Asker, may_lose: int = 0) -> None:
+    def find_again(self, *askers: Asker, may_lose: int = 0) -> None:
         """Wait until the segments that may not be lost are found; the others count as lost."""
         self.outcome.may_lose = may_lose
-        wait_until(lambda: len(before - self.found(*askers)) <= may_lose, f"all but {may_lose} are found again")
-        self.outcome.lost = len(before - self.found(*askers))
+        wait_until(lambda: len(self.before - self.found(*askers)) <= may_lose, f"all but {may_lose} are found again")
+        self.outcome.lost = len(self.before - self.found(*askers))
+
+    def ends(self, *askers: Asker, may_lose: int = 0) -> None:
+        """What may not be lost is found again, and all engines and daemons serve."""
+        self.find_again(*askers, may_lose=may_lose)
+        self.serves()
 
     def serves(self) -> None:
         """Each engine stores a new prompt and reads it, and the slots of every daemon add up."""

@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import grpc
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store
-from tests.server.certified import authority
 from tests.server.control.scene import certificates, local, remote, served, socket_of
-from tests.server.test_explain import RED, TENANTS
+from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake.config import load_config
 from tokenlake.errors import ConfigurationError, CredentialRefused, Unreachable
 from tokenlake_client import Pool
-from tokenlake_client.control import Certificates, Control
+from tokenlake_client.control import Control
 from tokenlake_proto.v1 import admin_pb2, events_pb2, scheduling_pb2
 from tokenlake_server.peers.identity import role_of
 from tokenlake_testing.cluster import Cluster
@@ -55,14 +53,6 @@ def test_each_role_may_call_its_methods(one: Scene, role: str, status: bool, lay
         assert control.status().node
 
 
-def test_a_node_has_no_role(one: Scene) -> None:
-    held = Certificates(one.ca / "node0.pem", one.ca / "node0-key.pem", one.ca / "ca.pem")
-    with remote(one.address, "node0", held) as control:
-        for call in (control.status, control.cluster, control.config):
-            with pytest.raises(CredentialRefused, match="tokenlake/ROLE/"):
-                call()
-
-
 @pytest.mark.parametrize(
     "uri",
     [
@@ -78,62 +68,6 @@ def test_a_node_has_no_role(one: Scene) -> None:
 )
 def test_other_identities_have_no_role(uri: str) -> None:
     assert role_of("tokenlake", uri) is None
-
-
-def test_another_cluster_or_authority(one: Scene, tmp_path: Path) -> None:
-    """Certificates of another cluster or authority are refused."""
-    other = authority(tmp_path / "same-ca")
-    foreign = certificates(other, "stranger", "admin")
-    # A CA that the daemon does not trust: the handshake fails.
-    with (
-        remote(one.address, "node0", foreign._replace(ca=one.ca / "ca.pem")) as control,
-        pytest.raises(Unreachable),
-    ):
-        control.status()
-    # A daemon of a CA that the caller does not trust.
-    with (
-        remote(one.address, "node0", certificates(one.ca, "careful", "admin")._replace(ca=other / "ca.pem")) as control,
-        pytest.raises(Unreachable),
-    ):
-        control.status()
-    # Another node than the one that was meant.
-    with remote(one.address, "node7", certificates(one.ca, "lost", "admin")) as control, pytest.raises(Unreachable):
-        control.status()
-
-
-def test_another_cluster_of_a_trusted_authority(tmp_path: Path) -> None:
-    """A certificate of another cluster of a trusted authority is refused."""
-    cluster = Cluster(1, "4MiB", "1MiB")
-    (address,) = served(cluster).values()
-    own = cluster.directory / "ca"
-    other = authority(tmp_path / "other", "blue")
-    both = tmp_path / "both.pem"
-    both.write_bytes((own / "ca.pem").read_bytes() + (other / "ca.pem").read_bytes())
-    cluster.nodes[0].settings["ca"] = str(both)
-    held = certificates(other, "stranger", "admin")._replace(ca=own / "ca.pem")
-    with cluster, remote(address, "node0", held) as control, pytest.raises(CredentialRefused, match="spiffe://blue"):
-        control.status()
-
-
-def test_nodes_name_each_other_s_control_planes() -> None:
-    cluster = Cluster(2, "4MiB", "1MiB")
-    addresses = served(cluster)
-    with cluster:
-        held = certificates(cluster.directory / "ca", "alice", "reader")
-        for node, address in addresses.items():
-            with remote(address, node, held) as control:
-                assert {each.node: each.control for each in control.cluster().members} == addresses
-
-
-def test_without_a_certificate_no_call_arrives(one: Scene) -> None:
-    ca = (one.ca / "ca.pem").read_bytes()
-    options = [("grpc.ssl_target_name_override", "node0")]
-    for channel in (
-        grpc.secure_channel(one.address, grpc.ssl_channel_credentials(ca), options),
-        grpc.insecure_channel(one.address),
-    ):
-        with Control(channel, one.address, call_s=5.0) as control, pytest.raises(Unreachable):
-            control.status()
 
 
 def test_renewed_files_are_used_for_new_connections(one: Scene) -> None:
@@ -168,10 +102,8 @@ def test_every_method_declares_a_role() -> None:
 
 
 def test_tenants_come_from_the_credential(tmp_path: Path) -> None:
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
+    file = tenants(tmp_path, blue=OF_THIS_USER)
+    cluster = Cluster(1, "4MiB", "1MiB", config=file)
     (address,) = served(cluster).values()
     ca = cluster.directory / "ca"
     with cluster, Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:

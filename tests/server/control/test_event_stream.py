@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, store
-from tests.server.control.scene import certificates, local, raw, remote, served
-from tests.server.test_explain import RED, TENANTS
+from tests.server.control.scene import certificates, local, remote, served
+from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake_client import Pool
 from tokenlake_client.control import Control
 from tokenlake_client.control.client import CursorLost
@@ -85,22 +83,6 @@ def test_a_snapshot_comes_first_then_the_changes(one: Cluster, control: Control)
         stream.close()
 
 
-def test_a_stream_goes_on_behind_its_cursor(one: Cluster, control: Control) -> None:
-    first, second = Prompt(3, 2), Prompt(4, 2)
-    with one.connect(0, LAYOUT) as pool:
-        stream, follower = control.events(), Follower()
-        follower.follow(stream, set())
-        store(pool, first)
-        follower.follow(stream, keys_of(pool, first))
-        stream.close()
-        # The reader misses these.
-        store(pool, second)
-        control.evict(keys=pool.prefix(first.tokens).keys[:1])
-        again = control.events(follower.cursor)
-        follower.follow(again, keys_of(pool, first, second) - {bytes(pool.prefix(first.tokens).keys[0])})
-        again.close()
-
-
 def test_what_a_reader_believes_is_what_the_node_has(one: Cluster, control: Control) -> None:
     """After 3,000 stores and evictions, with a reader that comes and goes."""
     with one.connect(0, LAYOUT) as pool:
@@ -133,40 +115,10 @@ def test_a_cursor_that_cannot_be_continued(one: Cluster, control: Control) -> No
             next(control.events(wrong))
 
 
-def test_a_cursor_that_is_too_old_is_told_to_take_a_snapshot(tmp_path: Path) -> None:
-    """The log keeps 65,536 changes."""
-    with (
-        daemons(1, memory="1MiB", region_size="1MiB", cached_share="0.1") as cluster,
-        local(cluster.nodes[0]) as control,
-        raw(cluster.nodes[0]) as channel,
-        cluster.connect(0, LAYOUT) as pool,
-    ):
-        old = next(control.events()).cursor
-        # This one is not read meanwhile.
-        slow = channel.unary_stream("/tokenlake.v1.Events/Subscribe")(b"", timeout=120)
-        next(slow)
-        prompt = Prompt(5, 60)
-        newest = old.sequence
-        while newest < 70_000:
-            store(pool, prompt)
-            control.evict(everything=True)
-            newest = next(control.events()).cursor.sequence
-        with pytest.raises(CursorLost, match="take a snapshot"):
-            next(control.events(old))
-        with pytest.raises(grpc.RpcError) as caught:
-            for _ in slow:
-                pass
-        error: Any = caught.value
-        assert error.code() is grpc.StatusCode.OUT_OF_RANGE or "took nothing" in error.details()
-
-
 def test_a_reader_sees_its_own_tenant_only(tmp_path: Path) -> None:
-    import os
 
-    file = tmp_path / "tokenlake.toml"
-    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    file.chmod(0o600)
-    cluster = Cluster(1, "4MiB", "1MiB", config=str(file))
+    file = tenants(tmp_path, blue=OF_THIS_USER)
+    cluster = Cluster(1, "4MiB", "1MiB", config=file)
     (address,) = served(cluster).values()
     ca = cluster.directory / "ca"
     cluster.deadlines = PATIENT

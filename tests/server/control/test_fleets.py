@@ -23,12 +23,7 @@ TENANT = Tenant(name="red", secret=Secret(b"x" * 32))
 
 def message(name: str = "f", **instances: str) -> pb.Fleet:
     return pb.Fleet(
-        name=name,
-        instances=instances or {"a": "n0"},
-        layers=2,
-        segment_bytes=1024,
-        segment_tokens=16,
-        query_bytes=64,
+        name=name, instances=instances or {"a": "n0"}, layers=2, segment_bytes=1024, segment_tokens=16, query_bytes=64
     )
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
+from tests.operator.scene import control_of, run, told
+from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told, wait_until
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
+from tokenlake.config import Secret, Tenant
 from tokenlake.errors import LayoutRefused, LimitReached, Refused
-from tokenlake.identity import NodeId
-from tokenlake.planner import Model, Rates, Request, Router, cache_load, gen_plans
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
 from tokenlake_client import Pool
 from tokenlake_client.control import Control, ControlPlane, FleetRouter
+from tokenlake_operator.status import status
 from tokenlake_proto.v1 import scheduling_pb2 as pb
+from tokenlake_server.scheduling import messages
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -141,29 +146,6 @@ def test_a_request_starts_where_its_prefix_lies_or_is_computed(two: Cluster, con
         assert second.where(ask(pool, fresh, "measured")).cost < 1.0
 
 
-def test_a_router_is_that_of_the_planner(two: Cluster, control: Control) -> None:
-    prompts = [Prompt(31 + number, 1 + number % 4) for number in range(12)]
-    with two.connect(0, LAYOUT) as pool:
-        here = Router(INSTANCES, SEGMENT_TOKENS, MODEL.segment_bytes)
-        there = FleetRouter(control, INSTANCES, MODEL, SEGMENT_TOKENS, "equal")
-        for number, prompt in enumerate(prompts):
-            request = ask(pool, prompt, str(number))
-            reply = control.start(
-                pb.GetStartRequest(
-                    fleet=there.message(),
-                    prompt=pb.Prompt(name=request.name, keys=b"".join(request.keys), tokens=request.tokens),
-                )
-            )
-            expected = {each.instance: each.cost for each in here.starts(request, {})}
-            assert {each.instance: each.cost for each in reply.starts} == pytest.approx(expected)
-            start = next(each for each in here.starts(request, {}) if each.instance == reply.chosen.instance)
-            here.sent(request, start)
-            there.sent(request, start)
-            if number % 3 == 2:
-                here.finished(str(number - 1))
-                there.finished(str(number - 1))
-
-
 def test_hints_arrive(two: Cluster, control: Control) -> None:
     with two.connect(0, LAYOUT) as pool:
         keys = b"".join(pool.prefix(Prompt(41, 2).tokens).keys)
@@ -222,10 +204,7 @@ def test_messages_without_sense_are_refused(two: Cluster, control: Control) -> N
     crowd = pb.Fleet()
     crowd.CopyFrom(fleet)
     crowd.instances.update({str(number): "node0" for number in range(2000)})
-    large: list[tuple[Any, Any]] = [
-        (control.prefix_tree, many),
-        (control.report, pb.ReportRequest(fleet=crowd)),
-    ]
+    large: list[tuple[Any, Any]] = [(control.prefix_tree, many), (control.report, pb.ReportRequest(fleet=crowd))]
     for call, message in large:
         with pytest.raises(LimitReached):
             call(message)
@@ -240,3 +219,62 @@ def test_a_scheduler_s_lookups_count_as_no_reads(two: Cluster, control: Control)
         assert before
         ControlPlane(control, LAYOUT, INSTANCES, SHAPE).get_prefix_tree([ask(pool, prompt, "r")])
         assert {name: count for name, count in two.nodes[0].metrics().items() if name.startswith(names)} == before
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    keys = tuple(SegmentKey(bytes([number]) * 32) for number in range(8))
+    request = Request(name="r", keys=keys, tokens=8 * 16 + 5)
+    message = messages.tree_message(grow([request], dict.fromkeys(keys, (NodeId("a"),)), 16))
+    message.sequences[0].disk_s = seconds
+    with pytest.raises(ValueError, match="disk_s"):
+        messages.tree_of(message, Tenant(name="red", secret=Secret(32)))
+
+
+NODES = {"a": NodeId("node0"), "b": NodeId("node1"), "c": NodeId("node2")}
+
+
+def test_locations_are_told_and_used() -> None:
+    with daemons(3) as cluster:
+        for node, location in zip(cluster.nodes, ("row-1/rack-1", "row-1/rack-2", "row-1/rack-2"), strict=True):
+            node.stop()
+            node.start(location=location)
+        cluster.wait_ready()
+        expected = {"node0": "row-1/rack-1", "node1": "row-1/rack-2", "node2": "row-1/rack-2"}
+        for node in cluster.nodes:
+            with local(node) as control:
+                wait_until(
+                    lambda control=control: (
+                        {  # type: ignore[misc]
+                            each.node: each.location for each in control.cluster().members
+                        }
+                        == expected
+                    ),
+                    f"{node.name} knows the locations",
+                )
+        prompt = Prompt(1, 5)
+        with cluster.connect(1, LAYOUT) as owner, cluster.connect(2, LAYOUT) as near:
+            store(owner, prompt)
+            wait_told(cluster)
+            with local(cluster.nodes[0]) as control:
+                router = FleetRouter(control, NODES, MODEL, SEGMENT_TOKENS)
+                keys = tuple(owner.prefix(prompt.tokens).keys)
+                asked = Request(name="read", keys=keys, tokens=len(prompt.tokens) + 1)
+                wait_until(lambda: router.where(asked).prefill.prefix == len(prompt.tokens), "the prefix is found")
+                assert router.where(asked).instance == "b"
+                for number in range(9):
+                    start = router.where(Request(name=str(number), keys=asked.keys, tokens=asked.tokens), ["a", "c"])
+                    assert (start.instance, start.moved) == ("c", len(prompt.tokens))
+            assert read(near, prompt) == prompt.segments
+        first = control_of(cluster.nodes[0])
+
+        def seen() -> list[str]:
+            return [each["check"] for each in told(status, "--socket", first)["findings"]]
+
+        answer = told(status, "--socket", first)
+        assert {each["node"]: each.get("location") for each in answer["cluster"]["members"]} == expected
+        assert "locations" not in seen()
+        assert "row-1/rack-2" in run(status, "--socket", first).stdout
+        cluster.nodes[1].stop()
+        cluster.nodes[1].start(location="rack-2")
+        wait_until(lambda: "locations" in seen(), "the location that node1 has after its restart")

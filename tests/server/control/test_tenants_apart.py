@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, memory_of, read, store, total, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, memory_of, pid_of, read, store, total, wait_until
 from tests.server.control.scene import CALL_S, certificates, local, remote, served
-from tests.server.control.test_parts import plans
-from tests.server.test_explain import RED, TENANTS
+from tests.server.control.test_limits import plans
+from tests.server.scene import OF_THIS_USER, RED, tenants
 from tokenlake.errors import Refused
 from tokenlake_client import Pool
 from tokenlake_client.control import Certificates
@@ -37,10 +36,8 @@ def channel(address: str, held: Certificates) -> Any:
 
 def test_calls_messages_and_plans_of_one_tenant(tmp_path: Path) -> None:
     """Its calls wait or are refused; another tenant's calls, the operator and engines are served."""
-    config = tmp_path / "tenants.toml"
-    config.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
-    config.chmod(0o600)
-    cluster = Cluster(1, "4MiB", "1MiB", config=str(config), match_deadline_ms="2000")
+    config = tenants(tmp_path, blue=OF_THIS_USER)
+    cluster = Cluster(1, "4MiB", "1MiB", config=config, match_deadline_ms="2000")
     (address,) = served(cluster).values()
     done = threading.Event()
 
@@ -51,10 +48,9 @@ def test_calls_messages_and_plans_of_one_tenant(tmp_path: Path) -> None:
     with cluster:
         node, ca = cluster.nodes[0], cluster.directory / "ca"
         flooding, quiet = (certificates(ca, f"s-{name}", "scheduler", name) for name in ("blue", "red"))
-        process = node.process
-        assert process is not None
+        pid = pid_of(node)
         with channel(address, flooding) as busy, remote(address, "node0", quiet) as other, local(node) as operator:
-            before = memory_of(process.pid)
+            before = memory_of(pid)
             held = [busy.stream_unary(REPORT).future(silent(), timeout=CALL_S) for _ in range(TENANT_CALLS)]
             wait_until(lambda: total(node, "tokenlake_control_calls") >= TENANT_CALLS, "all calls are counted")
             with pytest.raises(grpc.RpcError) as refused:
@@ -86,7 +82,7 @@ def test_calls_messages_and_plans_of_one_tenant(tmp_path: Path) -> None:
             for each in asked:
                 with pytest.raises(grpc.RpcError):
                     each.result()
-            assert memory_of(process.pid) < before + (64 << 20)
+            assert memory_of(pid) < before + (64 << 20)
         done.set()
         assert operator_sees(cluster)
 

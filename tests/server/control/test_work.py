@@ -1,4 +1,4 @@
-"""Calculations of the control plane: one thread, by turns of the tenants."""
+"""Calculations and shared values of the control plane, and the status with which a call ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-pytest.importorskip("grpc")
-
+from tokenlake.errors import Unreachable
+from tokenlake_server.control import cached
+from tokenlake_server.control.cached import Cached
+from tokenlake_server.control.service import abort_with
 from tokenlake_server.control.work import Work
+
+pytest.importorskip("grpc")
 
 
 @pytest.fixture
@@ -82,3 +87,74 @@ async def test_an_error_keeps_nothing_and_collects_nothing(work: Work) -> None:
         assert kept[1]() is None
     finally:
         gc.enable()
+
+
+async def test_calls_share_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read takes longer than its value may be old."""
+    monkeypatch.setattr(cached, "FRESH_S", -1.0)
+    reads = 0
+
+    async def scene() -> list[int]:
+        value: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def read() -> int:
+            nonlocal reads
+            reads += 1
+            return await value
+
+        shared = Cached(read)
+        calls = []
+        for _ in range(5):
+            calls.append(asyncio.ensure_future(shared.get()))
+            await asyncio.sleep(0)
+        value.set_result(7)
+        found = await asyncio.gather(*calls)
+        await shared.get()
+        return found
+
+    assert await scene() == [7] * 5
+    assert reads == 2, "one for the five calls, and one for the call after them"
+
+
+async def test_a_read_that_failed_is_tried_again() -> None:
+    answers = [OSError("no"), None]
+
+    async def read() -> int:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+        return 7
+
+    shared = Cached(read)
+    with pytest.raises(OSError, match="no"):
+        await shared.get()
+    assert await shared.get() == 7
+
+
+pytest.importorskip("grpc")
+
+
+class Call:
+    """Stands for the context of a call, and keeps its end."""
+
+    def __init__(self) -> None:
+        self.ended: tuple[str, str] = "", ""
+
+    async def abort(self, code: Any, text: str) -> None:
+        self.ended = code.name, text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TimeoutError(), ("DEADLINE_EXCEEDED", "the daemon did not answer in time")),
+        (Unreachable(""), ("UNAVAILABLE", "Unreachable")),
+        (ValueError(""), ("INVALID_ARGUMENT", "ValueError")),
+        (ValueError("a reason"), ("INVALID_ARGUMENT", "a reason")),
+        (KeyError("secret"), ("INTERNAL", "the daemon failed on this call; its log has the error")),
+    ],
+)
+async def test_the_end_of_a_call(error: Exception, expected: tuple[str, str]) -> None:
+    call: Any = Call()
+    await abort_with(call, error, "Explain")
+    assert call.ended == expected

@@ -7,15 +7,15 @@ import logging
 import os
 import random
 import threading
-import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.robustness.live import wait_until
-from tests.server.disk.device_scene import DISK, QUICK, Scene, served
+from tests.server.disk.device_scene import DISK, Scene, served
 from tests.server.disk.medium import Inode, Medium, MediumFiles
 from tests.server.disk.scene import bytes_of, entry
 from tokenlake.core import events
@@ -30,13 +30,27 @@ LOCAL, LOST, COMMITTED, BAD = Code.LOCAL, Code.LOST, Code.COMMITTED, Code.BAD_CH
 SEGMENTS = [entry(number, number) for number in range(5)]
 
 
-def small(medium: Medium) -> MediumFiles:
-    return MediumFiles(medium)
-
-
 def recovered(scene: Scene) -> list[Place]:
     scene.wait(events.DiskRecovered)
     return [place for found in scene.of(events.DiskFound) for place in unpack_places(found.places)]
+
+
+@contextmanager
+def on(medium: Medium, *, write: bool = True, orders: StandingOrders | None = None) -> Iterator[Scene]:
+    """A device on this medium that serves; `write`: it has written SEGMENTS."""
+    with served(lambda: MediumFiles(medium), orders=orders) as scene:
+        scene.wait(events.DiskRecovered)
+        if write:
+            scene.written(SEGMENTS)
+        yield scene
+
+
+@contextmanager
+def troubled(*, write: bool = True, orders: StandingOrders | None = None) -> Iterator[tuple[Scene, Trouble]]:
+    """The same on a medium of its own, of which things may go wrong."""
+    trouble = Trouble(Medium())
+    with on(trouble.medium, write=write, orders=orders) as scene:
+        yield scene, trouble
 
 
 @pytest.mark.parametrize("keys", [DiskKeys(), DiskKeys([b"k" * 32])])
@@ -60,7 +74,7 @@ def test_segments_come_back_after_a_restart(tmp_path: Path, keys: DiskKeys, slot
 def test_the_events_of_a_start_come_in_order() -> None:
     medium = Medium()
     for _ in range(2):
-        with served(lambda: small(medium)) as scene:
+        with served(lambda: MediumFiles(medium)) as scene:
             scene.wait(events.DiskRecovered)
             kinds = [type(event) for event in scene.seen]
             (ready,) = scene.of(events.DiskReady)
@@ -69,39 +83,18 @@ def test_the_events_of_a_start_come_in_order() -> None:
     assert kinds == [events.DiskReady, events.DiskFound, events.DiskRecovered]
 
 
-def test_a_place_with_another_segment_is_a_miss() -> None:
-    with served(lambda: small(Medium())) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
-        wrong = [SEGMENTS[0], entry(1, 1, generation=7), entry(9, 2), SEGMENTS[3]]
-        assert scene.read(wrong) == bytes([LOCAL, BAD, BAD, LOCAL])
-        assert scene.device.state.mismatches == 2
-
-
 def test_the_capacity_is_the_limit_or_the_free_space() -> None:
     gib = 1 << 30
     for limit, capacity in ((3 * gib, 3 * gib - OWN_BYTES), (20 * gib, 10 * gib - (64 << 20))):
-        with served(lambda: small(Medium(10 * gib)), limit=limit) as scene:
+        with served(lambda: MediumFiles(Medium(10 * gib)), limit=limit) as scene:
             assert scene.wait(events.DiskReady).capacity_bytes == pytest.approx(capacity, abs=10_000)
-
-
-def test_a_trimmed_slab_ends_earlier() -> None:
-    medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
-        scene.forget(SEGMENTS[2:])
-        scene.trim("default", 4096, 2)
-    assert len(medium.names["slab-00000"].content) == 4096 + 2 * 8192
 
 
 def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
     medium = Medium()
     trouble = Trouble(medium)
     again = entry(12, 2, generation=2)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(medium) as scene:
         # The thread of the index is busy with this write, so that it carries the trim out late.
         trouble.hang("sync")
         scene.write([entry(9, 0, tenant="other")])
@@ -117,7 +110,7 @@ def test_a_segment_written_after_a_trim_was_ordered_stays() -> None:
         assert scene.read([again]) == bytes([LOCAL])
         assert scene.read(SEGMENTS[:2]) == bytes([LOCAL]) * 2
     assert len(slab.content) == 4096 + 3 * 8192
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         recovered(scene)
         assert scene.read([again]) == bytes([LOCAL])
 
@@ -129,6 +122,7 @@ class Trouble:
     """What goes wrong on a medium."""
 
     def __init__(self, medium: Medium) -> None:
+        self.medium = medium
         self.error: int | None = None
         self.operations: tuple[str, ...] = ("read", "write", "sync", "size", "create")
         self.slabs_only = True
@@ -153,11 +147,7 @@ class Trouble:
 
 
 def test_one_unreadable_segment_is_lost_and_the_device_stays() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.error = errno.EIO
         assert scene.read(SEGMENTS[:1]) == bytes([LOST])
         trouble.error = None
@@ -168,11 +158,7 @@ def test_one_unreadable_segment_is_lost_and_the_device_stays() -> None:
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.EROFS])
 def test_read_errors_set_the_device_aside_until_a_check_succeeds(error: int) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.error, trouble.slabs_only = error, False
         assert scene.read(SEGMENTS) == bytes([LOST]) * 5
         assert os.strerror(error) in scene.wait(events.DiskGone).reason
@@ -187,10 +173,7 @@ def test_read_errors_set_the_device_aside_until_a_check_succeeds(error: int) -> 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_a_failed_write_commits_nothing(operation: str) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
+    with troubled(write=False) as (scene, trouble):
         trouble.error, trouble.operations = errno.EIO, (operation,)
         assert scene.written(SEGMENTS) == bytes([LOST]) * 5
         trouble.error = None
@@ -201,10 +184,7 @@ def test_a_failed_write_commits_nothing(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", ["read", "write", "sync"])
 def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
+    with troubled(write=False) as (scene, trouble):
         scene.written(SEGMENTS[:1])
         trouble.hang(operation)
         reads = [scene.start_read(SEGMENTS[:1], 100 + at) for at in range(12)] if operation == "read" else []
@@ -222,10 +202,7 @@ def test_a_slow_device_is_set_aside_until_it_answers(operation: str) -> None:
 
 
 def test_the_state_does_not_wait_for_a_device_that_hangs() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene, ThreadPoolExecutor(1) as pool:
-        scene.wait(events.DiskRecovered)
+    with troubled(write=False) as (scene, trouble), ThreadPoolExecutor(1) as pool:
         trouble.hang("size")
         scene.write(SEGMENTS)
         wait_until(lambda: bool(trouble.hung), "a slab grows")
@@ -249,7 +226,7 @@ def test_a_device_is_gone_before_the_reads_that_it_loses() -> None:
     log = logging.getLogger("tokenlake_server.disk.device")
     log.addFilter(pause)
     try:
-        with served(lambda: small(medium)) as scene:
+        with served(lambda: MediumFiles(medium)) as scene:
             scene.wait(events.DiskRecovered)
             scene.written(SEGMENTS)
             trouble.error = errno.ENODEV
@@ -267,7 +244,7 @@ def test_a_device_is_gone_before_the_reads_that_it_loses() -> None:
 
 def test_a_full_device_keeps_its_segments() -> None:
     medium = Medium(200 << 20)
-    with served(lambda: small(medium), limit=150 << 20) as scene:
+    with served(lambda: MediumFiles(medium), limit=150 << 20) as scene:
         scene.wait(events.DiskRecovered)
         assert scene.written(SEGMENTS) == bytes([COMMITTED]) * 5
         trouble = Trouble(medium)
@@ -289,12 +266,11 @@ def test_a_full_device_keeps_its_segments() -> None:
 def test_a_full_device_is_opened_for_reads(operations: tuple[str, ...]) -> None:
     """Some file systems need space also to write what a file has already."""
     medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(medium):
+        pass
     trouble = Trouble(medium)
     trouble.error, trouble.slabs_only, trouble.operations = errno.ENOSPC, False, operations
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         assert len(recovered(scene)) == 5
         assert scene.device.state.problem[:5] == "full:"
         assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
@@ -338,7 +314,7 @@ def orders_at(path: Path) -> StandingOrders:
 def test_erased_segments_are_never_found_again() -> None:
     """Also where their records are found on the device as they were before."""
     medium = Medium()
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         scene.wait(events.DiskRecovered)
         scene.written(SEGMENTS)
         table = bytes(medium.names["table-00000"].content)
@@ -349,18 +325,14 @@ def test_erased_segments_are_never_found_again() -> None:
         for name, data in {**kept, "table-00000": content}.items():
             medium.names[name] = Inode()
             medium.names[name].content[:] = data
-        with served(lambda: small(medium)) as scene:
+        with served(lambda: MediumFiles(medium)) as scene:
             recovered(scene)
             assert scene.read(SEGMENTS[:3]) == bytes([BAD]) * 3
 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_an_erasure_that_fails_says_so(operation: str) -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.error, trouble.operations = errno.EIO, (operation,)
         assert scene.erased(SEGMENTS) == bytes([LOST]) * 5
         trouble.error = None
@@ -368,23 +340,17 @@ def test_an_erasure_that_fails_says_so(operation: str) -> None:
 
 def test_segments_are_erased_where_there_is_no_space() -> None:
     medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(medium) as scene:
         medium.nbytes = 0
         assert scene.erased(SEGMENTS[:3]) == bytes([COMMITTED]) * 3
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         assert len(recovered(scene)) == 2
 
 
 async def test_an_eviction_empties_a_device_that_is_set_aside(tmp_path: Path) -> None:
     """Nothing is found before, by a later daemon too."""
-    medium = Medium()
-    trouble = Trouble(medium)
     orders = orders_at(tmp_path)
-    with served(lambda: small(medium), orders=orders) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled(orders=orders) as (scene, trouble):
         trouble.error = errno.EROFS
         scene.read(SEGMENTS)
         scene.wait(events.DiskGone)
@@ -393,7 +359,7 @@ async def test_an_eviction_empties_a_device_that_is_set_aside(tmp_path: Path) ->
     await orders.save()
     trouble.operations = ("write", "size", "sync", "remove")
     orders = orders_at(tmp_path)
-    with served(lambda: small(medium), orders=orders) as scene:
+    with served(lambda: MediumFiles(trouble.medium), orders=orders) as scene:
         wait_until(lambda: bool(scene.device.state.problem), "a problem")
         trouble.error = None
         assert not recovered(scene)
@@ -401,11 +367,8 @@ async def test_an_eviction_empties_a_device_that_is_set_aside(tmp_path: Path) ->
 
 
 def test_an_eviction_sets_a_device_in_use_aside(tmp_path: Path) -> None:
-    medium = Medium()
     orders = orders_at(tmp_path)
-    with served(lambda: small(medium), orders=orders) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with on(Medium(), orders=orders) as scene:
         orders.evict([scene.device.path])
         assert scene.device.remove() == ""
         scene.wait(events.DiskGone)
@@ -418,7 +381,7 @@ def test_a_device_that_cannot_be_opened_is_tried_again() -> None:
     medium = Medium()
     trouble = Trouble(medium)
     trouble.error, trouble.slabs_only = errno.EIO, False
-    with served(lambda: small(medium)) as scene:
+    with served(lambda: MediumFiles(medium)) as scene:
         wait_until(lambda: bool(scene.device.state.problem), "a problem")
         assert not scene.seen
         assert scene.written(SEGMENTS) == bytes([LOST]) * 5
@@ -428,11 +391,7 @@ def test_a_device_that_cannot_be_opened_is_tried_again() -> None:
 
 
 def test_an_aborted_read_ends_soon() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        scene.written(SEGMENTS)
+    with troubled() as (scene, trouble):
         trouble.hanging.clear()
         busy = [scene.start_read(SEGMENTS[:2], 100 + 2 * at) for at in range(2)]
         waiting = scene.start_read(SEGMENTS, 200)
@@ -444,36 +403,6 @@ def test_an_aborted_read_ends_soon() -> None:
             assert scene.done(each).codes == bytes([LOCAL]) * 2
 
 
-def test_the_end_commits_what_was_written() -> None:
-    medium = Medium()
-    with served(lambda: small(medium)) as scene:
-        scene.wait(events.DiskRecovered)
-        number = scene.write(SEGMENTS)
-        scene.wait(events.DiskWritten, where=lambda event: event.write == number)
-    with served(lambda: small(medium)) as scene:
-        assert len(recovered(scene)) == 5
-
-
-def test_the_thread_of_the_index_waits_at_the_end() -> None:
-    medium = Medium()
-    trouble = Trouble(medium)
-    with served(lambda: small(medium), patience=replace(QUICK, slow_s=0.3)) as scene:
-        scene.wait(events.DiskRecovered)
-        trouble.hang("write")
-        scene.write(SEGMENTS[:1])
-        wait_until(lambda: bool(trouble.hung), "a write is under way")
-        (ident,) = [thread.ident for thread in threading.enumerate() if thread.name == "disk-0-table"]
-        assert ident is not None
-        clock = time.pthread_getcpuclockid(ident)
-        before = time.clock_gettime(clock)
-        # It waits for the write, for twice `slow_s`.
-        scene.device.close()
-        used = time.clock_gettime(clock) - before
-        trouble.hanging.set()
-        assert scene.wait(events.DiskWritten).codes == bytes([COMMITTED])
-    assert used < 0.05
-
-
 def test_no_thread_of_a_device_that_hangs_keeps_the_process() -> None:
     medium = Medium()
     trouble = Trouble(medium)
@@ -481,7 +410,7 @@ def test_no_thread_of_a_device_that_hangs_keeps_the_process() -> None:
     trouble.hang("write")
     # Python waits at its end for threads that are not daemons.
     before = {thread for thread in threading.enumerate() if not thread.daemon}
-    with served(lambda: small(medium)):
+    with served(lambda: MediumFiles(medium)):
         wait_until(lambda: bool(trouble.hung), "the check writes")
         waited = {thread for thread in threading.enumerate() if not thread.daemon}
         trouble.hanging.set()

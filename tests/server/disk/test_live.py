@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import (
-    LAYOUT,
-    LIMIT_S,
-    PATIENT_S,
-    Prompt,
-    daemons,
-    outcomes,
-    read,
-    total,
-    wait_until,
-)
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, daemons, outcomes, read, total, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster

@@ -55,14 +55,6 @@ def test_the_same_bytes_after_a_restart(tmp_path: Path, keys: tuple[bytes, ...],
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_an_identity_without_its_name_is_written_anew() -> None:
-    """The daemon was killed while it began to use the directory."""
-    medium = Medium()
-    medium.names["tokenlake-disk.new"] = Inode()
-    _store, _ = opened(MediumFiles(medium))
-    assert sorted(medium.names) == [IDENTITY]
-
-
 def test_content_comes_back() -> None:
     medium = Medium()
     for keys in (DiskKeys(), DiskKeys([NEW])):
@@ -122,15 +114,6 @@ def test_nothing_is_in_plain_sight_with_keys(tmp_path: Path) -> None:
     assert NEW not in data
 
 
-def test_two_writes_of_one_segment_differ() -> None:
-    medium = Medium()
-    store, _ = opened(MediumFiles(medium), DiskKeys([NEW]))
-    for slot in (0, 1):
-        put(store, SegmentIO(store.keys), entry(1, slot))
-    content = medium.names["slab-00000"].content
-    assert content[8192 : 8192 + 4096] != content[16384:20480]
-
-
 def test_a_new_key_is_for_new_segments() -> None:
     medium = Medium()
     filled(MediumFiles(medium), OLD)
@@ -181,13 +164,6 @@ def test_another_version_or_cluster_is_refused(change: dict[str, object] | None,
         opened(MediumFiles(medium))
     identity.content[:] = right
     assert len(opened(MediumFiles(medium))[1]) == 3
-
-
-def test_another_file_stays(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
-    filled(DirectoryFiles(tmp_path))
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 RECORD_2 = 4096 + 2 * 128

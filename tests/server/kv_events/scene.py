@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import socket
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.robustness.live import LIMIT_S, PATIENT, SEGMENT_TOKENS
+from tests.robustness.matrix.proxy import Proxy
 from tests.server.kv_events.readers import Llmd
 from tokenlake.wire import Code
 from tokenlake_client import Pool
@@ -147,52 +146,6 @@ def agree(node: Node, stream: Stream, pool: Pool, router: Llmd, prompts: Sequenc
     until(truth, lambda: beliefs(router, stream, prompts))
 
 
-class Breakable:
-    """Forwards connections to a port; none while it is broken. Bytes that are sent meanwhile are lost."""
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
-        self._broken = False
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def broken(self, broken: bool) -> None:
-        self._broken = broken
-        while broken and self._open:
-            self._shut(self._open.pop())
-
-    def close(self) -> None:
-        self.broken(True)
-        self._shut(self._listener)
-
-    @staticmethod
-    def _shut(sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        sock.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                if self._broken:
-                    near.close()
-                    continue
-                far = socket.create_connection(self._target)
-                self._open += near, far
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        self._shut(sink)
-
-
 class Dynamo:
     """NVIDIA Dynamo's standalone indexer, with one instance for each stream."""
 
@@ -203,9 +156,10 @@ class Dynamo:
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen([python, "-m", "dynamo.indexer", *words], stdout=log, stderr=log)
-        self._ways = [Breakable(stream.events) for stream in streams]
+        self._ways = [Proxy(_address(stream.events)).__enter__() for stream in streams]
+        self._streams = streams
         for number, (stream, way) in enumerate(zip(streams, self._ways, strict=True), 1):
-            events, replay = f"tcp://{way.address}", stream.endpoints[1]
+            events, replay = f"tcp://127.0.0.1:{way.port}", stream.endpoints[1]
             instance = {"instance_id": number, "endpoint": events, "replay_endpoint": replay, "block_size": BLOCK}
             until(True, lambda instance=instance: self._registered(instance))  # type: ignore[misc]
 
@@ -223,7 +177,7 @@ class Dynamo:
         self._process.kill()
         self._process.wait()
         for way in self._ways:
-            way.close()
+            way.__exit__()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -237,9 +191,17 @@ class Dynamo:
         return int(answer["instances"].get(str(instance), {}).get("longest_matched", 0))
 
     def lose(self, lose: bool) -> None:
-        """Lose the events of all streams, or no more."""
-        for way in self._ways:
-            way.broken(lose)
+        """Lose the events of all streams, or no more: connections are cut and refused, and what is sent meanwhile is
+        lost."""
+        for way, stream in zip(self._ways, self._streams, strict=True):
+            way.target = ("127.0.0.1", 1) if lose else _address(stream.events)
+            if lose:
+                way.cut()
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
 
 
 @pytest.fixture

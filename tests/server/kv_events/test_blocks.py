@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 import tracemalloc
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -106,19 +103,6 @@ def test_the_belief_equals_the_content_after_each_event(data: st.DataObject, enc
     assert not node.blocks.published
 
 
-def test_a_segment_is_published_once_the_one_before_it_is() -> None:
-    node = Node()
-    node.store((0, 0, 0))
-    node.store((0, 0))
-    assert node.blocks.published == 0
-    node.store((0,))
-    assert node.blocks.published == 3
-    node.evict((0,))
-    node.check()
-    node.store((0,))
-    node.check()
-
-
 def test_the_parent_is_the_last_block_of_the_segment_before() -> None:
     state = Blocks(MODEL, BLOCK, "EXTERNAL")
     chain = prompt([1, 2])
@@ -184,30 +168,6 @@ def test_a_content_offered_before_its_segment_leaves() -> None:
     assert node.blocks.unknown == 0
 
 
-def test_a_content_is_known_at_each_moment_from_its_offer_on() -> None:
-    """Other threads look for it while the segment becomes READY."""
-    node, chain = Node(), prompt([0])
-    (content,) = contents_of(chain, tokens_of([0]), range(1), MODEL)
-    found = []
-
-    def look(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
-        found.append(node.blocks.content(chain.keys[0]))
-        return look
-
-    node.blocks.offer(chain.keys[0], content)
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        node.blocks.offer(chain.keys[0], content)
-        node.blocks.stored(chain.keys[0], 0.0)
-        node.blocks.gone(chain.keys[0])
-        node.blocks.stored(chain.keys[0], 0.0)
-    finally:
-        sys.settrace(before)
-    assert len(found) > 20
-    assert set(found) == {content}
-
-
 def test_changes_that_were_missed() -> None:
     node = Node()
     for path in ((0,), (0, 0), (1,)):
@@ -227,7 +187,6 @@ def test_changes_that_were_missed() -> None:
 
 
 def test_contents_that_never_become_ready_are_bounded() -> None:
-    """The contents of segments that never become ready are bounded."""
     state = Blocks(MODEL, BLOCK, "CPU", 10_000)
     chains = [prompt([number]) for number in range(100)]
     for number, chain in enumerate(chains):

@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from tests.robustness.live import LAYOUT, LIMIT_S, total
+from tests.robustness.live import LAYOUT, LIMIT_S, pid_of, total
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
 from tests.server.kv_events.scene import (
     BLOCK,
@@ -151,7 +151,6 @@ def test_a_reader_that_comes_later() -> None:
 
 
 def test_copies_from_another_node_are_published() -> None:
-    """Copies from another node are published with their tokens."""
     with publishing(2) as (cluster, streams):
         routers = [Llmd(BLOCK) for _ in streams]
         prompts = Prompts()
@@ -192,27 +191,6 @@ def test_segments_that_are_read_back_from_disk(tmp_path: Path) -> None:
             assert total(node, "tokenlake_kv_event_without_tokens") == 0
 
 
-def test_only_what_is_opted_in_is_published(tmp_path: Path) -> None:
-    """Segments of another model, and engines that the daemon does not ask for tokens."""
-    with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
-        assert pool.link.published == (MODEL,)
-        prompts, seen = Prompts(), bytearray()
-
-        def take(topic: bytes, payload: bytes) -> None:
-            seen.extend(payload)
-
-        with Subscriber(*stream.endpoints, take) as subscriber:
-            assert store(pool, prompts.new(), "another model")
-            assert pool.engine.contents(pool.prefix(), [], range(0), "another model") == ()
-            store(pool, prompts.new())
-            until(True, lambda: b"BlockStored" in seen)
-            subscriber.quiet(lambda: None)
-        page = cluster.nodes[0].metrics()
-        labels = f'{{model="{MODEL}",tenant="default"}}'
-        assert page[f"tokenlake_kv_event_segments{labels}"] == len(prompts.all[1]) // LAYOUT.segment_tokens
-        assert page[f"tokenlake_kv_event_without_tokens{labels}"] > 0
-
-
 def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None:
     """Connections that read nothing, malformed requests and frames: memory is bounded, others are served."""
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
@@ -242,16 +220,15 @@ def test_readers_that_never_read_and_garbage_do_not_hurt(tmp_path: Path) -> None
         for each in hungry:
             each.setsockopt(zmq.RCVHWM, 1)
             each.connect(stream.endpoints[1])
-        assert node.process is not None
         fill_pool(pool, prompts, 200)
-        before = resident(node.process.pid)
+        before = resident(pid_of(node))
         with Subscriber(*stream.endpoints, router.take):
             for _ in range(8):
                 for each in hungry:
                     each.send_multipart([b"", bytes(8)])
                 fill_pool(pool, prompts, 500)
             agree(node, stream, pool, router, prompts.all[-200:])
-        assert resident(node.process.pid) - before < 64 << 20
+        assert resident(pid_of(node)) - before < 64 << 20
         context.destroy(linger=0)
 
 
@@ -259,53 +236,6 @@ def resident(pid: int) -> int:
     """The private resident memory of a process, in bytes."""
     pages = Path(f"/proc/{pid}/statm").read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGESIZE")
-
-
-def test_the_replay_socket_answers_as_that_of_vllm() -> None:
-    with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
-        prompts = Prompts()
-        fill_pool(pool, prompts, 30)
-        context = zmq.Context()
-        asking = context.socket(zmq.DEALER)
-        asking.connect(stream.endpoints[1])
-        asking.send_multipart([b"", bytes(8)])
-        found = []
-        while (frames := asking_frames(asking))[-1]:
-            found.append(frames)
-        numbers = [int.from_bytes(word, "big") for _, word, _ in found]
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        assert {topic for topic, _, _ in found} == {stream.topic.encode()}
-        assert events_of(found[0][2])[0] == {"type": "AllBlocksCleared"}
-        assert int.from_bytes(frames[1], "big", signed=True) == -1
-        context.destroy(linger=0)
-
-
-def asking_frames(asking: zmq.Socket[bytes]) -> list[bytes]:
-    assert asking.poll(int(LIMIT_S * 1000))
-    empty, *frames = asking.recv_multipart()
-    assert empty == b""
-    return frames
-
-
-def test_two_streams_of_one_tenant_and_addresses_that_are_taken(tmp_path: Path) -> None:
-    other = Stream("node0")
-    text = other.toml(model="other", topic="kv@pool:x@other", medium="EXTERNAL")
-    with publishing(text=text) as (cluster, _), cluster.connect(0, LAYOUT) as pool:
-        assert set(pool.link.published) == {MODEL, "other"}
-        seen: list[tuple[bytes, bytes]] = []
-        with Subscriber(*other.endpoints, lambda topic, payload: seen.append((topic, payload))):
-            store(pool, Prompts(7).new(), MODEL)
-            store(pool, Prompts(8).new(), "other")
-            until(True, lambda: any(b"BlockStored" in payload for _, payload in seen))
-        assert {topic for topic, _ in seen} == {b"kv@pool:x@other"}
-        (stored,) = [each for _, payload in seen for each in events_of(payload) if each["type"] == "BlockStored"][:1]
-        assert stored["medium"] == "EXTERNAL"
-        same = {name: cluster.nodes[0].settings[name] for name in ("config", "memory", "region-size")}
-        second = Node("second", tmp_path, {**same, "listen": "127.0.0.1:0"})
-        second.start()
-        assert second.process is not None
-        assert second.process.wait(LIMIT_S)
-        assert "'kv_events'" in second.log.read_text()
 
 
 class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
@@ -328,16 +258,64 @@ class Batch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-def test_a_message_is_one_that_vllm_decodes() -> None:
+def test_the_replay_socket_answers_as_that_of_vllm() -> None:
+    """With messages that vLLM decodes. Only segments of the model that is opted in are published."""
     with publishing() as (cluster, (stream,)), cluster.connect(0, LAYOUT) as pool:
-        payloads: list[bytes] = []
-        tokens = Prompts().new()
-        with Subscriber(*stream.endpoints, lambda _, payload: payloads.append(payload)):
-            store(pool, tokens)
-            until(True, lambda: any(b"BlockStored" in each for each in payloads))
-        events = [event for each in payloads for event in msgspec.msgpack.decode(each, type=Batch).events]
+        assert pool.link.published == (MODEL,)
+        assert pool.engine.contents(pool.prefix(), [], range(0), "another model") == ()
+        prompts = Prompts()
+        assert store(pool, prompts.new(), "another model")
+        tokens = Prompts(2).new()
+        store(pool, tokens)
+        labels = f'{{model="{MODEL}",tenant="default"}}'
+        published = len(tokens) // LAYOUT.segment_tokens
+        until(published, lambda: cluster.nodes[0].metrics()[f"tokenlake_kv_event_segments{labels}"])
+        assert cluster.nodes[0].metrics()[f"tokenlake_kv_event_without_tokens{labels}"] > 0
+
+        def replayed() -> list[list[bytes]]:
+            found: list[list[bytes]] = []
+            with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+                asking.setsockopt(zmq.LINGER, 0)
+                asking.connect(stream.endpoints[1])
+                asking.send_multipart([b"", bytes(8)])
+                while not found or found[-1][-1]:
+                    assert asking.poll(int(LIMIT_S * 1000))
+                    empty, *frames = asking.recv_multipart()
+                    assert empty == b""
+                    found.append(frames)
+            return found
+
+        until(True, lambda: any(b"BlockStored" in frames[-1] for frames in replayed()))
+        *found, end = replayed()
+        numbers = [int.from_bytes(word, "big") for _, word, _ in found]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert {topic for topic, _, _ in found} == {stream.topic.encode()}
+        assert events_of(found[0][2])[0] == {"type": "AllBlocksCleared"}
+        assert int.from_bytes(end[1], "big", signed=True) == -1
+        events = [event for each in found for event in msgspec.msgpack.decode(each[2], type=Batch).events]
         stored = {each.block_hashes[0]: each for each in events if isinstance(each, Stored)}
         assert [token for each in stored.values() for token in each.token_ids] == tokens
+
+
+def test_two_streams_of_one_tenant_and_addresses_that_are_taken(tmp_path: Path) -> None:
+    other = Stream("node0")
+    text = other.toml(model="other", topic="kv@pool:x@other", medium="EXTERNAL")
+    with publishing(text=text) as (cluster, _), cluster.connect(0, LAYOUT) as pool:
+        assert set(pool.link.published) == {MODEL, "other"}
+        seen: list[tuple[bytes, bytes]] = []
+        with Subscriber(*other.endpoints, lambda topic, payload: seen.append((topic, payload))):
+            store(pool, Prompts(7).new(), MODEL)
+            store(pool, Prompts(8).new(), "other")
+            until(True, lambda: any(b"BlockStored" in payload for _, payload in seen))
+        assert {topic for topic, _ in seen} == {b"kv@pool:x@other"}
+        (stored,) = [each for _, payload in seen for each in events_of(payload) if each["type"] == "BlockStored"][:1]
+        assert stored["medium"] == "EXTERNAL"
+        same = {name: cluster.nodes[0].settings[name] for name in ("config", "memory", "region-size")}
+        second = Node("second", tmp_path, {**same, "listen": "127.0.0.1:0"})
+        second.start()
+        assert second.process is not None
+        assert second.process.wait(LIMIT_S)
+        assert "'kv_events'" in second.log.read_text()
 
 
 def seen(node: Node) -> tuple[int, list[str]]:

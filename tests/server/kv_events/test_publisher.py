@@ -1,4 +1,4 @@
-"""The streams of a daemon: contents and requests that they refuse are counted and logged."""
+"""The streams of a daemon: contents and requests that they refuse, and the messages that they keep."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-
-pytest.importorskip("zmq")
 import zmq
 
 from tests.robustness.live import wait_until
 from tests.server.kv_events.scene import MODEL, Stream
+from tests.server.scene import tenants_text
 from tokenlake.config import ServerConfig, load_config
 from tokenlake.config.values import KvEventStream
 from tokenlake.core import NodeCore
@@ -28,21 +27,25 @@ from tokenlake_server.kv_events.publisher import (
     REFUSED_READERS,
     KvEvents,
 )
+from tokenlake_server.kv_events.replay import Replay
 from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.start.daemon import core_config
 
+pytest.importorskip("zmq")
+
+
 CONTENT = bytes(MAX_INBOX_BYTES // 2 + 1)
 
 
-def settings(stream: Stream) -> ServerConfig:
-    text = f'memory = "1MiB"\n{stream.toml()}'
+def settings(tables: str) -> ServerConfig:
+    text = f'memory = "1MiB"\n{tables}'
     return load_config(toml_text=text, environ={}, flags={"node": "a", "listen": "127.0.0.1:0"}, uid=0).config
 
 
 @contextlib.asynccontextmanager
 async def published(stream: Stream, config: ServerConfig | None = None) -> AsyncIterator[KvEvents]:
-    config, loop, thread = config or settings(stream), asyncio.get_running_loop(), AdminThread()
+    config, loop, thread = config or settings(stream.toml()), asyncio.get_running_loop(), AdminThread()
     driver = Driver(NodeCore(core_config(config, 1)), loop, lambda event, error: None)
     made = KvEvents(config, thread, loop, driver)
     try:
@@ -73,12 +76,7 @@ async def test_dropped_contents(caplog: pytest.LogCaptureFixture) -> None:
 async def test_contents_of_one_tenant_leave_room_for_others() -> None:
     """Many short contents count with what they take beside their bytes."""
     red, blue = Stream("a"), Stream("a")
-    tenants = "".join(
-        f'[[tenants]]\nname = "{name}"\nsecret = "{secret * 32}"\ntokens = ["{name}-token-0123456789"]\n'
-        for name, secret in (("red", "aa"), ("blue", "bb"))
-    )
-    text = f'memory = "1MiB"\n{tenants}{red.toml(tenant="red")}{blue.toml(tenant="blue")}'
-    config = load_config(toml_text=text, environ={}, flags={"node": "a", "listen": "127.0.0.1:0"}, uid=0).config
+    config = settings(tenants_text() + red.toml(tenant="red") + blue.toml(tenant="blue"))
     keys = [SegmentKey(number.to_bytes(32, "big")) for number in range(1024)]
 
     async with published(red, config) as events:
@@ -155,3 +153,51 @@ def test_many_streams_share_the_memory_of_two(monkeypatch: pytest.MonkeyPatch, s
         stream.blocks.offer(SegmentKey(number.to_bytes(32, "big")), b"c")
     assert stream.replay.end - (stream.replay.next(0) or (0,))[0] == kept
     assert stream.blocks.kept_bytes <= 1000 * ENTRY_BYTES * 2 / max(2, streams)
+
+
+def sequences(kept: Replay, wanted: int) -> list[int] | None:
+    position, found = kept.start(wanted), []
+    if position is None:
+        return None
+    while (each := kept.next(position)) is not None:
+        found.append(each[0])
+        position = each[0] + 1
+    return found
+
+
+def test_messages_from_a_number_on() -> None:
+    kept = Replay(100)
+    assert sequences(kept, 0) is None
+    for sequence in range(10, 14):
+        kept.add(sequence, b"12345")
+    assert sequences(kept, 11) == [11, 12, 13]
+    assert sequences(kept, 14) == []
+    assert sequences(kept, 9) is None
+    assert sequences(kept, 15) is None
+    assert kept.next(13) == (13, b"12345")
+    assert kept.next(14) is None
+    assert kept.next(3) == (10, b"12345"), "the oldest one that is kept"
+
+
+def test_beyond_the_limit_the_oldest_messages_go() -> None:
+    kept = Replay(20)
+    for sequence in range(10):
+        kept.add(sequence, bytes(5))
+    assert sequences(kept, 6) == [6, 7, 8, 9]
+    assert sequences(kept, 5) is None
+    kept.add(10, bytes(100))
+    assert sequences(kept, 10) == [10]
+
+
+def test_a_reader_that_knows_nothing_starts_at_the_last_clearing() -> None:
+    kept = Replay(40)
+    for sequence in range(8):
+        kept.add(sequence, bytes(5), clears=sequence in (0, 3))
+    assert sequences(kept, 0) == [0, 1, 2, 3, 4, 5, 6, 7]
+    for sequence in (8, 9):
+        kept.add(sequence, bytes(5))
+    assert sequences(kept, 0) == [3, 4, 5, 6, 7, 8, 9]
+    assert sequences(kept, 2) == [2, 3, 4, 5, 6, 7, 8, 9]
+    for sequence in (10, 11):
+        kept.add(sequence, bytes(5))
+    assert sequences(kept, 0) is None

@@ -71,6 +71,19 @@ def test_commands() -> None:
     assert taken(HELLO + PING + SUBSCRIBE, []) == ([(b"\1kv",)], b"\4\5\4PONG", "")
 
 
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_earlier_versions_are_refused(version: int) -> None:
-    assert "ZMTP 3" in taken(HELLO[:10] + bytes([version]) + HELLO[11:], [])[2]
+STRANGE = {
+    **{HELLO[:10] + bytes([version]) + HELLO[11:]: "ZMTP 3" for version in (0, 1, 2)},
+    b"GET / HTTP/1.1\r\n\r\n": "it does not speak ZMTP 3",
+    opening("PUB"): "a socket of the kind 'PUB'",
+    HELLO.replace(b"NULL", b"PLAIN\0\0\0\0", 1)[: len(HELLO)]: "a security mechanism",
+    HELLO + b"\2" + (1 << 40).to_bytes(8, "big"): "a frame of 1099511627776 bytes",
+    HELLO + b"\1\1x" * 20: "more than 8 frames",
+    HELLO + b"\xf0": "the flags 240",
+    HELLO[:64] + b"\4\x06\x05READ": "no READY command",
+}
+"""By what is sent: a part of the refusal."""
+
+
+@pytest.mark.parametrize("sent", STRANGE)
+def test_what_no_reader_sends(sent: bytes) -> None:
+    assert STRANGE[sent] in taken(sent + bytes(64), [])[2]

@@ -86,15 +86,6 @@ def test_late_bytes_come_into_held_slots_only(monkeypatch: pytest.MonkeyPatch) -
         wait_until(lambda: fetch in two.reader.settled, "the slots are free")
 
 
-def test_a_slow_read_ends_in_time_or_not_at_all() -> None:
-    """A read that goes on although its reader has left gives its slots free without a new agent."""
-    with faulty() as (two, fabric):
-        fabric.mode = "slow"
-        assert two.fetch().codes == LOCAL * COUNT
-        assert two.read_with_nixl()
-        assert len(fabric.agents) == 2
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_slot_that_is_used_again_during_the_read(whole: bool) -> None:
     with faulty() as (two, fabric):
@@ -257,16 +248,6 @@ def test_a_node_that_is_met_again_before_it_is_forgotten(monkeypatch: pytest.Mon
         assert "b" in agent.known
 
 
-def test_a_description_that_comes_while_the_former_one_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    with alone() as (nixl, agent, fabric):
-        before, after = told(fabric, "b", 1), told(fabric, "b", 2)
-        during_meetings(agent, {before.description: lambda: nixl.heard("b", after)}, monkeypatch)
-        nixl.heard("b", before)
-        wait_until(lambda: bool(agent.known), "the former one is met")
-        nixl.remove(0)
-        assert agent.known == {"b": after.description}
-
-
 def lends(nixl: module.Nixl, to: peer.MemoryAgent, region: int) -> bool:
     """True if a slot of the region is lent to a reader that was told this."""
     return nixl.lends(peer.Pull("", b"k" * 32, agent=to.agent, version=to.version), [SlotRef(region, 0, 1)])
@@ -289,22 +270,3 @@ def test_a_new_region_is_lent_with_a_description_that_has_it(monkeypatch: pytest
         nixl.remove(1)
         assert not lends(nixl, nixl.introduction, 1)
         assert lends(nixl, nixl.introduction, 0)
-
-
-def test_orders_behind_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    with alone() as (nixl, agent, fabric):
-
-        def description() -> bytes:
-            raise RuntimeError("a defect")
-
-        def two_regions() -> None:
-            nixl.add(1)
-            nixl.add(2)
-
-        monkeypatch.setattr(agent, "description", description)
-        b = told(fabric, "b")
-        during_meetings(agent, {b.description: two_regions}, monkeypatch)
-        nixl.heard("b", b)
-        wait_until(lambda: nixl.introduction.agent not in ("", agent.name), "there is another agent")
-        assert lends(nixl, nixl.introduction, 1)
-        assert lends(nixl, nixl.introduction, 2)

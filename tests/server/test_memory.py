@@ -1,7 +1,10 @@
-"""The memory that a daemon may allocate, by the files of the kernel."""
+"""The memory that a daemon may allocate, by the files of the kernel, and that of its regions."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +12,9 @@ import pytest
 
 from tests.kernel_files import kernel_files
 from tokenlake.errors import LimitReached
+from tokenlake.memory.region import PAGE, RegionShape
+from tokenlake.wire.slots import SlotRef
+from tokenlake_server.engines.arena import Arena, Region
 from tokenlake_server.start.available_memory import available_bytes, free_huge_pages
 from tokenlake_server.start.cgroups import rooms
 
@@ -27,15 +33,21 @@ def slice_of(place: Path, current: int, *stat: str, limit: str = "memory.max") -
     return kernel_files(place, 2, f"/{SLICE}/daemon.service", files), place / "cgroup" / SLICE
 
 
-def test_page_cache_is_available(tmp_path: Path) -> None:
-    """An engine of the slice has read its weights: the files that it read fill the page cache."""
-    cache = f"inactive_file {700 * MIB}", f"slab_reclaimable {50 * MIB}"
-    proc, group = slice_of(tmp_path, 900, f"anon {100 * MIB}", f"active_file {40 * MIB}", *cache)
-    assert available_bytes(proc) == (850 * MIB, f"memory.max of cgroup {group}")
-
-
-def test_memory_of_processes_is_not_available(tmp_path: Path) -> None:
-    assert available_bytes(slice_of(tmp_path, 900, f"anon {900 * MIB}")[0])[0] == 100 * MIB
+@pytest.mark.parametrize(
+    ("stat", "available"),
+    [
+        # An engine of the slice has read its weights: the files that it read fill the page cache.
+        (f"inactive_file {700 * MIB}\nslab_reclaimable {50 * MIB}\nactive_file {40 * MIB}", 850),
+        (f"anon {900 * MIB}", 100),
+        (None, 100),
+    ],
+    ids=["page cache", "memory of processes", "no memory.stat"],
+)
+def test_what_the_page_cache_has_is_available(tmp_path: Path, stat: str | None, available: int) -> None:
+    proc, group = slice_of(tmp_path, 900, stat or "")
+    if stat is None:
+        (group / "memory.stat").unlink()
+    assert available_bytes(proc) == (available * MIB, f"memory.max of cgroup {group}")
 
 
 def test_memory_that_the_process_has_counts_for_it(tmp_path: Path) -> None:
@@ -44,15 +56,9 @@ def test_memory_that_the_process_has_counts_for_it(tmp_path: Path) -> None:
     assert available_bytes(proc)[0] == 150 * MIB
 
 
-def test_a_cgroup_without_memory_stat(tmp_path: Path) -> None:
-    proc, group = slice_of(tmp_path, 900)
-    (group / "memory.stat").unlink()
-    assert available_bytes(proc)[0] == 100 * MIB
-
-
 def test_memory_high_is_a_limit(tmp_path: Path) -> None:
-    """Above it the kernel slows a process down until it seems to hang."""
-    proc, group = slice_of(tmp_path, 900, limit="memory.high")
+    """Above it the kernel slows a process down until it seems to hang. The path of the mount has a space."""
+    proc, group = slice_of(tmp_path / "my disk", 900, limit="memory.high")
     assert available_bytes(proc) == (100 * MIB, f"memory.high of cgroup {group}")
 
 
@@ -82,11 +88,6 @@ def test_a_container_sees_its_own_cgroup(tmp_path: Path, version: int, path: str
     )
     root = "/docker/0af3" if path.startswith("/docker") else "/"
     assert available_bytes(kernel_files(tmp_path, version, path, files, root=root))[0] == 100 * MIB
-
-
-def test_a_mount_whose_path_has_a_space(tmp_path: Path) -> None:
-    proc, _ = slice_of(tmp_path / "my disk", 900)
-    assert available_bytes(proc)[0] == 100 * MIB
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,60 @@ def test_what_is_refused_names_the_cgroup(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(LimitReached, match=r"only 1150 MiB are available \(memory\.max of cgroup .*/pod\)"):
         available_memory.require_memory(1000 * MIB)
     available_memory.require_memory(950 * MIB)
+
+
+def test_freed_pages_read_as_zeros() -> None:
+    region = Region(0, 4 * PAGE, huge_pages=False)
+    region.view[:] = b"\1" * len(region.view)
+    region.free_pages([(PAGE, 2 * PAGE)])
+    assert [region.view[number * PAGE] for number in range(4)] == [0, 1, 0, 0]
+    region.close()
+
+
+def allocated(region: Region) -> int:
+    """Bytes that the kernel has allocated for the region."""
+    return os.fstat(region.fd).st_blocks * 512
+
+
+@pytest.mark.parametrize("slot_bytes", [64, 10_000, 3 << 20, 5 << 20, 8 << 20])
+def test_a_region_has_memory_for_its_slots_alone(slot_bytes: int) -> None:
+    """All of it is allocated before an engine writes, and the rest of the region is given back."""
+    arena = Arena()
+    arena.make(3, 8 << 20)
+    shape = RegionShape(RegionShape(8 << 20, slot_bytes).fitted(), slot_bytes)
+    region = arena.region(3)
+    region.cut(shape.region_bytes, slot_bytes)
+    region.trim()
+    assert allocated(region) == shape.file_bytes
+    last = SlotRef(3, shape.slots - 1, 7)
+    (view,) = arena.slots([last], slot_bytes)
+    view[:] = b"\2" * slot_bytes
+    arena.stamp([last])
+    assert allocated(region) == shape.file_bytes
+    view.release()
+    arena.end(3)
+    with pytest.raises(KeyError):
+        arena.region(3)
+    arena.close()
+
+
+def test_an_arena_that_stops_makes_no_region() -> None:
+    arena = Arena()
+    arena.stop()
+    arena.make(0, 8 << 20)
+    with pytest.raises(KeyError):
+        arena.region(0)
+
+
+def test_memory_that_is_not_taken_back_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel frees no page of a memfd that is sealed against writes."""
+    region = Region(7, PAGE, huge_pages=False)
+    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    os.dup2(fd, region.fd, inheritable=False)
+    os.close(fd)
+    with caplog.at_level(logging.ERROR):
+        region.free_pages()
+    assert f"{2 * PAGE} bytes of region 7 are still allocated: Operation not permitted" in caplog.text
+    region.close()
