@@ -333,7 +333,7 @@ def test_a_configuration_does_not_change() -> None:
 
 
 def test_the_settings_of_engines_are_not_the_daemons() -> None:
-    assert load(None, {"TOKENLAKE_ENGINE_LOAD": "sync"}).config == load(None, {}).config
+    assert load(None, {"TOKENLAKE_ENGINE_SAVE": "false"}).config == load(None, {}).config
 
 
 def test_nixl_needs_a_trusted_fabric() -> None:

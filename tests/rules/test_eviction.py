@@ -13,7 +13,6 @@ from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
-from tokenlake.memory.eviction.odds import Odds
 
 Make = Callable[[], EvictionPolicy]
 every_policy = pytest.mark.parametrize("make", [Forecast, LeastRecentlyUsed])
@@ -129,14 +128,6 @@ def test_policies_that_merge_become_alike() -> None:
             policy.odds.merge(other)
     assert apart[0] > 0
     assert apart[-1] <= apart[0] / 100
-
-
-def test_other_data_is_not_merged() -> None:
-    model = Odds()
-    saved = model.save()
-    with pytest.raises(ValueError, match="statistics"):
-        model.merge(b"junk")
-    assert model.save() == saved
 
 
 @every_policy

@@ -238,8 +238,7 @@ def test_more_accesses_are_valued_no_less() -> None:
     """A parent is in every access of its child, so that it is evicted later, also where several nodes hold a prompt."""
     memory = Memory(Forecast(), 60)
     conversations(memory, seed=5)
-    learned = odds.Odds()
-    learned.restore(memory.odds.save())
+    learned = memory.odds
     for hints in (SHORT, LONG, NO_HINTS):
         retention_value = np.array(
             [learned.retention_value(learned.features(accesses, hints)) for accesses in range(1, 40)]
@@ -328,8 +327,7 @@ def test_equal_statistics_lead_to_equal_decisions() -> None:
     saved = experienced.odds.save()
     lives = [Memory(Forecast(), 30), Memory(Forecast(), 30)]
     for life in lives:
-        life.odds.restore(saved)
-        assert life.odds.save() == saved
+        life.odds.merge(saved)
         conversations(life, seed=4, seconds=300)
     assert lives[0].evicted == lives[1].evicted
     fresh = Memory(Forecast(), 30)
@@ -367,7 +365,7 @@ def changed(saved: bytes, field: int, value: object) -> bytes:
 def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
     policy = Forecast()
     with pytest.raises(ValueError, match="statistics of re-use"):
-        policy.odds.restore(damaged)
+        policy.odds.merge(damaged)
     assert policy.odds.save() == odds.Odds().save()
     assert policy.retention_value_of_new(key_of("a"), NO_HINTS, 0.0) > 0
 

@@ -11,8 +11,7 @@ from tests.sim.arena import SHARDS, SLOTS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core.cluster import handover
-from tokenlake.core.cluster.background import BackgroundLimit
+from tokenlake.core.cluster import handover, transfers
 from tokenlake.core.cluster.handover import GRACE_S, HANDED_OVER
 from tokenlake.core.instructions import StartFetch
 from tokenlake.directory.entries import Directory
@@ -321,7 +320,7 @@ def test_a_segment_that_leaves_before_the_answer() -> None:
     store(cluster, writer, keys)
     with pytest.MonkeyPatch.context() as patch:
         # One segment per transfer.
-        patch.setattr(BackgroundLimit, "piece_segments", lambda self, slot_bytes, slot_s: 1)
+        patch.setattr(transfers, "MAX_PIECE_BYTES", 1)
         offer(cluster, 0, 2, keys)
         until = cluster.clock.now + 1.0
         while len(here := ready(cluster, 2, keys)) < 1 and cluster.clock.now < until:

@@ -11,7 +11,6 @@ from tests.core.test_disk import on_disk, slow_down
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events
-from tokenlake.core.engines.survey import MAX_LOCATED
 from tokenlake.core.instructions import Located
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
@@ -63,20 +62,6 @@ def test_a_silent_directory_node_makes_misses_after_the_deadline() -> None:
     cluster.node(1).freeze()
     assert located(cluster, 2, keys) == [[]]
     assert cluster.core(2).census()["surveys"] == 0
-
-
-def test_a_node_that_leases_all_the_same_gets_its_lease_back() -> None:
-    """A node of an earlier version does not know that nothing is to be leased."""
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 1)
-    store(cluster, cluster.join(1), keys)
-    cluster.node(0).deliver(events.LocateRequested(0, "red", join_keys(keys)))
-    (lookup,) = [each for each in said(cluster, 0, peer.Lookup) if each.keys == join_keys(keys)]
-    assert not lookup.lease
-    reply = peer.LookupReply(lookup.call, 77, bytes([Code.LOCAL]), (), (0.5, 0.0, 0.0), 0.0)
-    cluster.node(0).deliver(events.PeerSent("n1", reply))
-    assert [each.leases for each in said(cluster, 0, peer.ReleaseLease)] == [(77,)]
-    assert said(cluster, 0, Located)[0].owners == ((0,),)
 
 
 def seconds(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[float]:
@@ -132,10 +117,3 @@ def test_an_owner_silent_about_its_disk_is_named() -> None:
     cluster.node(0).freeze()
     assert seconds(cluster, 2, keys) == []
     assert cluster.core(2).census()["surveys"] == 0
-
-
-@pytest.mark.parametrize("keys", [bytes(31), bytes(32 * (MAX_LOCATED + 1))])
-def test_malformed_and_endless_requests_are_refused(keys: bytes) -> None:
-    cluster = calm()
-    with pytest.raises(ValueError, match="LocateRequested"):
-        cluster.node(0).deliver(events.LocateRequested(0, "red", keys))
