@@ -1,1 +1,1 @@
-"""`tokenlake bench engine` and `bench handover`: vLLM or transformers with the pool, and without."""
+"""`tokenlake bench engine`: vLLM or transformers with the pool, and without."""

@@ -104,7 +104,7 @@ class EngineProcess:
         """Kill the process with SIGKILL."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.communicate()  # also closes its standard input
 
     def freeze(self) -> None:
         """Stop the process with SIGSTOP."""
