@@ -6,7 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, ask, calm, copies, fetch, match, missed, placed, prepare, said, store, supplied
+from tests.core.scenes import (
+    answer,
+    ask,
+    calm,
+    copies,
+    fetch,
+    match,
+    missed,
+    placed,
+    prepare,
+    said,
+    store,
+    supplied,
+)
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.disk import Disk
@@ -15,7 +28,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.disk import KEPT, NOT_ERASED, WRITTEN
 from tokenlake.core.disk_reads import DAMAGED, READ
-from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located, Saved
+from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located
 from tokenlake.core.report.account import Source
 from tokenlake.disk.reads import READS
 from tokenlake.hints import Hints, Outlook
@@ -117,34 +130,6 @@ def test_a_segment_that_memory_evicted_is_read_back_from_disk() -> None:
     cluster.check()
 
 
-def test_memory_evicts_first_what_is_on_disk_too() -> None:
-    """Memory evicts a segment that is on disk too before one that is not."""
-    cluster = calm(1, disk_places=4)
-    writer = cluster.join(0)
-    stored = fill(cluster, writer, 3)
-    memory = cluster.core(0).store.index(RED)
-    twice = {key for key, segment in memory.items() if segment.disk >= 0}
-    assert twice
-    for keys in stored:
-        if twice & set(keys):
-            read(cluster, writer, keys, 0)
-            cluster.run_for(2.0)
-    alone = set(memory) - twice
-    store(cluster, writer, prompt("next", len(twice)))
-    assert alone
-    assert alone <= set(memory), "the segments in memory alone stay, although the others were read after them"
-    assert not twice & set(memory)
-    cluster.check()
-
-
-def test_the_segments_on_disk_count_in_the_order_of_the_prompt() -> None:
-    cluster = calm(1, disk_places=40)
-    writer = cluster.join(0)
-    stored = fill(cluster, writer, 6)
-    mixed = next(keys for keys in stored if on_disk(cluster, 0, keys))
-    assert read(cluster, writer, [*mixed, *prompt("unknown", 2)], 0) == bytes([Code.LOCAL]) * 4
-
-
 def test_another_node_reads_a_segment_on_disk() -> None:
     cluster, _, reader, stored = full()
     far = next(keys for keys in stored if on_disk(cluster, 0, keys) == keys)
@@ -213,42 +198,6 @@ def test_a_damaged_place_is_a_miss_and_void() -> None:
     assert on_disk(cluster, 0, [gone[1]]) == []
     assert any(gone[1] in split_keys(order.keys) for order in said(cluster, 0, DiskForget))
     assert sum(missed(cluster.core(0).counters).values()) > 0
-
-
-def test_after_a_crash_the_node_has_what_was_on_disk() -> None:
-    cluster = calm(2, disk_places=40)
-    writer, reader = cluster.join(0), cluster.join(1)
-    stored = [placed(cluster, 1, 0, 4, f"far-{number}") for number in range(4)]
-    for keys in stored:
-        store(cluster, writer, keys)
-        cluster.run_for(1.0)
-    synced = {written.key for written in disk_of(cluster).places.values()}
-    cluster.node(0).crash()
-    cluster.run_for(1.0)
-    cluster.node(0).start()
-    cluster.run_for(3.0)
-    back = [keys for keys in stored if set(keys) <= synced]
-    assert back
-    fresh = cluster.join(0)
-    for keys in back:
-        assert read(cluster, fresh, keys, 0) == bytes([Code.LOCAL]) * 4
-        assert read(cluster, reader, keys, 1) == bytes([Code.LOCAL]) * 4
-    cluster.check()
-
-
-def test_memory_is_written_out_before_the_daemon_ends() -> None:
-    cluster = calm(1, regions=60, disk_places=40)
-    keys = prompt("last", 6)
-    store(cluster, cluster.join(0), keys)
-    assert not said(cluster, 0, DiskWrite)
-    cluster.node(0).deliver(events.SaveRequested(5.0))
-    cluster.run_for(2.0)
-    assert len(said(cluster, 0, Saved)) == 1
-    assert set(keys) <= {written.key for written in disk_of(cluster).places.values()}
-    cluster.node(0).crash()
-    cluster.node(0).start()
-    cluster.run_for(1.0)
-    assert read(cluster, cluster.join(0), keys, 0) == bytes([Code.LOCAL]) * 6
 
 
 def test_a_device_that_fails_is_set_aside_and_used_again() -> None:

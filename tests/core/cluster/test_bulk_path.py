@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, copies, fetch, match, offer, placed, said, store, tell
+from tests.core.scenes import answer, calm, copies, fetch, match, offer, placed, release, said, store, stored
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core.cluster.bulk_path import LEAST_RATE
@@ -30,7 +30,7 @@ def read(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[int]:
     if not found.hits:
         return list(found.codes)
     codes = fetch(cluster, reader, found.lease, found.hits).codes
-    tell(cluster, reader.processes[0], engine.Release(((found.lease, 0, found.hits),)))
+    release(cluster, reader, found.lease, found.hits)
     return list(codes)
 
 
@@ -62,7 +62,7 @@ def test_one_fetch_finds_out_and_no_other_waits() -> None:
     # The leases went on: their segments are fetched now.
     assert [list(fetch(cluster, reader, lease, 1).codes) for lease in held[1:]] == [[Code.LOCAL]] * 5
     for lease in held:
-        tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1),)))
+        release(cluster, reader, lease, 1)
     assert [read(cluster, reader, [key]) for key in keys[6:]] == [[Code.LOCAL]] * 6
     assert probes(cluster, 1) == asked, "no probe goes to a node that delivers"
     cluster.settle()
@@ -97,10 +97,7 @@ def test_a_node_under_load_may_be_slow_to_send() -> None:
 
 def test_a_node_that_answers_probes_only() -> None:
     """Small packets pass and large ones do not, for instance."""
-    cluster = calm(2)
-    writer, reader = cluster.join(0), cluster.join(1)
-    (key,) = placed(cluster, 0, 1)
-    store(cluster, writer, [key])
+    cluster, reader, (key,) = stored(nodes=2, reader=1)
     cluster.node(0).silent = True
     cluster.node(0).answers_probes = True
     began = cluster.clock.now
@@ -126,24 +123,8 @@ def test_a_match_leases_the_copy_of_a_sound_node() -> None:
     assert list(fetch(cluster, reader, lease.lease, 3).codes) == [Code.LOCAL] * 3
 
 
-def test_the_same_fetch_asks_a_sound_node() -> None:
-    cluster = calm(3)
-    writer, other, reader = (cluster.join(node) for node in range(3))
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, writer, keys)
-    lease = match(cluster, reader, keys).lease
-    assert answer(cluster, reader.processes[0], engine.Locate, lease).nodes == ("n0",)
-    assert read(cluster, other, keys) == [Code.LOCAL] * 3
-    cluster.node(0).silent = True
-    assert list(fetch(cluster, reader, lease, 3).codes) == [Code.LOCAL] * 3
-    assert cluster.core(2).counters[ABORTED] == 0
-
-
 def test_nothing_is_taken_over_from_a_silent_node() -> None:
-    cluster = calm(3, cached_share=0.5)
-    writer, reader = cluster.join(0), cluster.join(1)
-    keys = placed(cluster, 0, 1, 4)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(4, reader=1, cached_share=0.5)
     cluster.node(0).silent = True
     assert read(cluster, reader, keys[:1]) == [Code.LOST]
     before = asked_for_segments(cluster, 1)
@@ -167,10 +148,7 @@ def test_the_assumed_rate_has_a_floor() -> None:
 def test_an_engine_limits_the_deadline_of_its_fetch() -> None:
     """The daemon expects a slow transfer; the engine computes the segments in less time."""
     # The time within which a node must answer is not the limit here.
-    cluster = calm(2, suspect_s=60.0)
-    writer, reader = cluster.join(0), cluster.join(1)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(2, nodes=2, reader=1, suspect_s=60.0)
     lease = match(cluster, reader, keys).lease
     peers, nbytes = cluster.core(1)._peers, sum(copies(cluster, key)[0].slot_bytes for key in keys)
     peers.path(NodeId("n0"))._rate = nbytes / 2

@@ -116,15 +116,6 @@ def test_a_node_that_joins_after_it_served_alone() -> None:
     assert node.lookup("n1", key) == (Code.MISSING, ())
 
 
-def test_gained_keys_are_missing_after_the_grace_period() -> None:
-    node = Node()
-    record = node.core.record.without("n2")
-    new, _ = gained(node, record)
-    follow(node, record)
-    node.run_until(node.core.config.sync_grace_s)
-    assert answer(node, "n1", new) == (Code.MISSING, ())
-
-
 def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
     node = Node()
     keys = prompt("walk", 200)
@@ -239,14 +230,6 @@ def test_a_node_that_is_no_member_any_more_serves_alone() -> None:
     node.handle(events.PeerUp("n1", 1))
     (key,) = keys_of(node, "n0", "n1")
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
-
-
-def test_calls_to_a_member_that_left_end() -> None:
-    node = Node()
-    node.run_until(0.3)
-    assert node.core.census()["calls"] == 2
-    follow(node, node.core.record.without("n1"))
-    assert node.core.census()["calls"] == 1
 
 
 @pytest.mark.parametrize("reason", ["drains", "takes enough"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.core.scenes import (
     answer,
-    ask,
     calm,
     copies,
     fetch,
@@ -13,8 +12,10 @@ from tests.core.scenes import (
     missed,
     offer,
     placed,
+    release,
     said,
     store,
+    stored,
     supplied,
     tell,
 )
@@ -47,7 +48,7 @@ def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Co
     lease = match(cluster, reader, keys)
     assert lease.hits == len(keys)
     codes = fetch(cluster, reader, lease.lease, lease.hits).codes
-    tell(cluster, reader.processes[0], engine.Release(((lease.lease, 0, lease.hits),)))
+    release(cluster, reader, lease.lease, lease.hits)
     return [Code(code) for code in codes]
 
 
@@ -89,10 +90,7 @@ def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
 
 
 def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 1, 0)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(pair=(1, 0))
     (key,) = keys
     assert sorted(copies(cluster, key)) in ([0], [0, 1])
     if 1 not in copies(cluster, key):
@@ -110,7 +108,7 @@ def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
     assert set(copies(cluster, key)) == {1 - source, 2}
     counters = cluster.core(2).counters
     assert counters[HEALED] == 1
-    tell(cluster, reader.processes[0], engine.Release(((lease.lease, 0, 1),), True))
+    release(cluster, reader, lease.lease, 1, read=True)
     assert (supplied(counters, Source.FETCHED), missed(counters)) == (SEGMENT_TOKENS, {})
 
 
@@ -190,26 +188,6 @@ def test_reporters_take_turns_with_bounded_queues() -> None:
     cluster.check()
 
 
-def test_a_wrong_copy_of_a_silent_directory_node() -> None:
-    """A wrong copy is dropped while its directory node is silent."""
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(2)
-    (key,) = placed(cluster, 1, 0)
-    store(cluster, writer, [key])
-    cluster.node(1).freeze()
-    flip(cluster, 0, key)
-    lease = match(cluster, writer, [key])
-    tell(cluster, writer.processes[0], engine.Corrupt(lease.lease, 0))
-    cluster.run_for(0.02)
-    assert kinds(cluster, key) == {}
-    cluster.node(1).thaw()
-    cluster.run_for(0.5)
-    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
-    cluster.check()
-    cluster.settle()
-    cluster.check_settled()
-
-
 def test_a_handover_of_wrong_bytes_drops_the_owners_copy() -> None:
     cluster = calm(3)
     (key,) = placed(cluster, 1, 2)
@@ -222,22 +200,4 @@ def test_a_handover_of_wrong_bytes_drops_the_owners_copy() -> None:
     assert cluster.core(0).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {}
     assert match(cluster, cluster.join(0), [key]).codes == bytes([Code.MISSING])
-    cluster.check()
-
-
-def test_a_match_under_way_leases_no_dropped_copy() -> None:
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(0)
-    (key,) = placed(cluster, 0, 1)
-    store(cluster, writer, [key])
-    flip(cluster, 0, key)
-    for node in (1, 2):
-        cluster.node(node).freeze()
-    replies = ask(reader.processes[0], engine.Match, join_keys([key, *placed(cluster, 1, 2)]), 0.0)
-    cluster.run_for(0.003)
-    assert copies(cluster, key)[0].pins == 1
-    cluster.node(0).deliver(events.PeerSent("n1", peer.Corrupt("red", key)))
-    cluster.run_for(0.1)
-    assert cluster.core(0).counters[CONFIRMED] == 1
-    assert [reply.hits for reply in replies] == [0]
     cluster.check()

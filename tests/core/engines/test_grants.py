@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, calm, match, missed, prepare, store, supplied, tell
+from tests.core.scenes import answer, calm, match, missed, prepare, release, store, supplied
 from tests.sim.prompts import prompt
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context, CoreConfig
@@ -153,28 +153,6 @@ def test_a_fetched_item_counts_as_one_slot() -> None:
     scene.check()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_remote_items_count_at_once_for_several_processes(processes: int) -> None:
-    scene = Scene()
-    scene.write(1, ONE)
-    share = scene.grants.may_lease(scene.session, [scene.reserve(5)] * 20, processes)
-    assert 2 <= share < 20
-    assert scene.grants.may_lease(scene.session, [None] * 20, processes) == (2 * share if processes == 1 else share)
-
-
-def test_a_slot_stays_pinned_for_the_second_process() -> None:
-    scene = Scene()
-    write = scene.write(2, ONE, TWO)
-    scene.grants.give_back(scene.session, write, ONE)
-    scene.check()
-    assert scene.session.reserved == 2
-    assert scene.withdrawn == []
-    scene.grants.give_back(scene.session, write, TWO, [1])
-    assert (scene.session.reserved, scene.withdrawn) == (1, [key(1)])
-    scene.grants.committed(scene.session, write, 0)
-    assert not scene.session.writes
-
-
 def test_an_expired_write_keeps_only_slots_that_may_be_written() -> None:
     scene = Scene()
     write = scene.write(2, ONE)
@@ -214,7 +192,7 @@ def test_leases_of_a_session_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
     assert match(cluster, other, keys).hits == 2
     cluster.check()
     for reply in replies[:5]:
-        tell(cluster, engine_.processes[0], engine.Release(((reply.lease, 0, 2),)))
+        release(cluster, engine_, reply.lease, 2)
     assert match(cluster, engine_, keys).hits == 2
     cluster.check()
 

@@ -11,7 +11,6 @@ from tests.core.test_disk import on_disk, slow_down
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events
-from tokenlake.core.engines.survey import MAX_LOCATED
 from tokenlake.core.instructions import Located
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
@@ -132,10 +131,3 @@ def test_an_owner_silent_about_its_disk_is_named() -> None:
     cluster.node(0).freeze()
     assert seconds(cluster, 2, keys) == []
     assert cluster.core(2).census()["surveys"] == 0
-
-
-@pytest.mark.parametrize("keys", [bytes(31), bytes(32 * (MAX_LOCATED + 1))])
-def test_malformed_and_endless_requests_are_refused(keys: bytes) -> None:
-    cluster = calm()
-    with pytest.raises(ValueError, match="LocateRequested"):
-        cluster.node(0).deliver(events.LocateRequested(0, "red", keys))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.scenes import ask, calm, copies, match, missed, placed, said, store, tell
+from tests.core.scenes import ask, calm, copies, missed, placed, said, store, tell
 from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
@@ -12,7 +12,6 @@ from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.engines import waiting
 from tokenlake.core.engines.waiting import (
-    DEFERRED_WAITS,
     IN_FLIGHT_MARKERS,
     IN_FLIGHT_WAITS,
     MAX_IN_FLIGHT_WAIT_S,
@@ -72,12 +71,6 @@ def test_one_engine_computes_and_all_read() -> None:
     assert sum(core.counters[IN_FLIGHT_WAITS] for core in cores) == 7
     cluster.settle()
     cluster.check_settled()
-
-
-def test_no_match_waits_without_a_wait_time() -> None:
-    cluster, engines, keys = scene()
-    _, computed = crowd(cluster, engines, keys, 0.0)
-    assert len(computed) == len(engines)
 
 
 def test_a_marker_that_ends_hands_the_work_on() -> None:
@@ -267,30 +260,6 @@ def test_a_waiting_match_asks_one_directory_node() -> None:
     tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
     cluster.run_for(0.2)
     assert waiting[0].codes[0] == Code.MISSING
-
-
-def test_a_deferred_match_waits_until_it_is_served() -> None:
-    """Two frozen readers are being sent the segment; the third match waits for as long as these transfers may take."""
-    cluster = calm(6)
-    engines = [cluster.join(node) for node in range(6)]
-    cluster.run_for(0.1)
-    (key,) = placed(cluster, 0, 1)
-    store(cluster, engines[0], [key])
-    cluster.run_for(1.0)
-    for sends, reader in enumerate(engines[2:4], 1):
-        found = match(cluster, reader, [key])
-        ask(reader.processes[0], engine.Fetch, found.lease, 0, 1, 0.0)
-        until = cluster.clock.now + 1.0
-        while cluster.core(0).census()["sends"] < sends and cluster.clock.now < until:
-            cluster.run_for(0.00005)
-        reader.node.freeze()
-    waiting = wait_for(engines[4], [key], 5.0)
-    cluster.run_for(0.01)
-    assert waiting == []
-    cluster.run_for(0.2)
-    assert [list(reply.codes) for reply in waiting] == [[Code.REMOTE]]
-    counters = cluster.core(4).counters
-    assert (counters[DEFERRED_WAITS], counters[IN_FLIGHT_WAITS], counters[IN_FLIGHT_MARKERS]) == (1, 0, 0)
 
 
 # -- markers of engines

@@ -57,24 +57,6 @@ def test_shards_of_two_processes_make_one_segment() -> None:
     assert match(cluster, writer, [key]).checksums == zero + one
 
 
-def test_a_slot_stays_pinned_for_the_other_process() -> None:
-    """The process that prepared dies while the second one writes its shard."""
-    cluster = calm()
-    writer = cluster.join(0, processes=2)
-    cluster.run_for(0.01)
-    prepared = prepare(cluster, writer, placed(cluster, 0, 1))
-    second = writer.processes[1]
-    answer(cluster, second, engine.Attach, prepared.write)
-    writer.processes[0].die()
-    cluster.run_for(1.0)
-    cluster.check()
-    place = unpack_slots(prepared.slots)[0]
-    assert cluster.node(0).arena.regions[place.region].generations[place.slot] == place.generation
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
-    tell(cluster, second, engine.Abort(prepared.write))
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
-
-
 def test_a_late_commit_publishes_nothing_and_frees_slots() -> None:
     cluster = calm()
     writer, other = cluster.join(0), cluster.join(0)
@@ -91,17 +73,6 @@ def test_a_late_commit_publishes_nothing_and_frees_slots() -> None:
     writer.die()
     cluster.run_for(0.01)
     assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
-
-
-def test_abort_withdraws_the_in_flight_marker() -> None:
-    cluster = calm()
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 1, 0)
-    prepared = prepare(cluster, writer, keys)
-    cluster.run_for(0.01)
-    assert match(cluster, reader, keys).codes == bytes([Code.PENDING])
-    tell(cluster, writer.processes[0], engine.Abort(prepared.write))
-    assert match(cluster, reader, keys).codes == bytes([Code.MISSING])
 
 
 def test_a_key_twice_in_one_prepare_leaks_no_slot() -> None:
