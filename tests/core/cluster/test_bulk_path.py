@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, copies, fetch, match, offer, placed, release, said, store, stored
+from tests.core.scenes import (
+    answer,
+    calm,
+    copies,
+    fetch,
+    match,
+    offer,
+    placed,
+    read,
+    release,
+    said,
+    store,
+    stored,
+)
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Engine
 from tokenlake.core.cluster.bulk_path import LEAST_RATE
 from tokenlake.core.cluster.peers import SUSPECTED, UNANSWERED, Peers
 from tokenlake.core.cluster.probes import LONGEST_PAUSE_S
 from tokenlake.core.cluster.transfer import ABORTED, deadline_s
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import StartFetch
-from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.identity import NodeId
 from tokenlake.wire import Code, engine
 
 
@@ -22,16 +34,6 @@ def asked_for_segments(cluster: Cluster, node: int) -> int:
 
 def probes(cluster: Cluster, node: int) -> int:
     return sum(not order.keys for order in said(cluster, node, StartFetch))
-
-
-def read(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[int]:
-    """The codes of a match, or those of the fetch of its hits."""
-    found = match(cluster, reader, keys)
-    if not found.hits:
-        return list(found.codes)
-    codes = fetch(cluster, reader, found.lease, found.hits).codes
-    release(cluster, reader, found.lease, found.hits)
-    return list(codes)
 
 
 def test_one_fetch_finds_out_and_no_other_waits() -> None:
@@ -135,14 +137,21 @@ def test_nothing_is_taken_over_from_a_silent_node() -> None:
     assert not copies(cluster, keys[2]).get(1)
 
 
-def test_the_assumed_rate_has_a_floor() -> None:
+def test_missed_deadlines_lengthen_the_next_ones_to_a_bound() -> None:
     peers = Peers(Context(calm(2).core(0).config), *4 * [lambda lost: None])
-    node, nbytes = NodeId("n1"), 16 << 20
+    path, nbytes, missed = peers.path(NodeId("n1")), 16 << 20, 0
+    while (wait_s := deadline_s(path.predict_s(nbytes))) < nbytes / 10e6:
+        path.missed(nbytes, wait_s)
+        missed += 1
+    assert 1 < missed < 10
+    before = path.predict_s(nbytes)
+    path.missed(1000, 1.0)
+    assert path.predict_s(nbytes) == before, "a small transfer says little of a large one"
     for _ in range(20):
-        peers.path(node).missed(nbytes, 3600.0)
-    assert peers.path(node).predict_s(nbytes) == nbytes / LEAST_RATE
-    peers.path(node).measured(nbytes, 3600.0)
-    assert peers.path(node).predict_s(nbytes) == nbytes / LEAST_RATE
+        path.missed(nbytes, 3600.0)
+    assert path.predict_s(nbytes) == nbytes / LEAST_RATE
+    path.measured(nbytes, 3600.0)
+    assert path.predict_s(nbytes) == nbytes / LEAST_RATE
 
 
 def test_an_engine_limits_the_deadline_of_its_fetch() -> None:

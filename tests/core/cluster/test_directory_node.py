@@ -86,13 +86,17 @@ def keys_of(node: Node, first: str, second: str, count: int = 1) -> list[Segment
     return [key for key, pair in pairs if pair == (first, second)][:count]
 
 
-def test_unknown_until_all_peers_have_advertised() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["all have advertised", "the grace period has passed"])
+def test_unknown_until_all_peers_have_advertised(late: bool) -> None:
     node = Node(empty=True)
     (key,) = keys_of(node, "n0", "n1")
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
     node.say("n1", peer.AdvertisingDone())
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
-    node.say("n2", peer.AdvertisingDone())
+    if late:
+        node.now = SYNC_GRACE_S
+    else:
+        node.say("n2", peer.AdvertisingDone())
     assert node.lookup("n1", key) == (Code.MISSING, ())
 
 
@@ -127,6 +131,9 @@ def test_the_report_of_a_reader_is_a_question_to_the_owner() -> None:
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
     assert node.handle(events.PeerSent("n2", peer.Unfound("red", key, "n2"))) == [], "not the owner of the entry"
     assert node.handle(events.PeerSent("n2", peer.Unfound("red", key, "stranger"))) == []
+    here, gone = keys_of(node, "n1", "n0", 2)
+    node.own(here)
+    assert node.say("n1", peer.Unfound("red", join_keys((here, gone)), "n0")) == [peer.Evicted("red", gone)]
 
 
 def test_only_a_candidate_names_another_owner() -> None:

@@ -1,4 +1,4 @@
-"""The owner of a segment: commits, duplicates, admission, and the order of eviction."""
+"""The owner of a segment: duplicates and admission."""
 
 from __future__ import annotations
 
@@ -72,12 +72,6 @@ def read(cluster: Cluster, reader: Engine, key: SegmentKey) -> Code:
         release(cluster, reader, found.lease, 1)
     cluster.run_for(1.0)
     return Code(found.codes[0])
-
-
-# -- commits
-
-
-# -- duplicates
 
 
 def test_a_redundant_cached_copy_stays() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.core.cluster.test_directory_node import MEMBERS, SLOT, Node, keys_of, owned
 from tests.sim.prompts import prompt
-from tokenlake.core import CoreConfig, NodeCore, context, events, instructions
+from tokenlake.core import context, events, instructions
 from tokenlake.core.cluster import directory_node
 from tokenlake.core.cluster.drain import LEFT_BEHIND
 from tokenlake.core.cluster.handover import HANDED_OVER, MAX_TAKEN
@@ -295,19 +293,10 @@ def test_a_drain_ends_at_once_where_all_others_drain() -> None:
     assert node.core.counters[LEFT_BEHIND] == 1
 
 
-@pytest.mark.parametrize("members", [64, 256])
-def test_a_change_makes_no_circle_on_the_loop(members: int) -> None:
-    """Where a thread has made it before, which takes more than five times as long as the change."""
-    record = RingRecord.of({f"m{number:03}": 1 << 30 for number in range(members)})
-    core = NodeCore(CoreConfig("m000", 1, record, 1, 1 << 16))
-    core.start(0.0)
-    made, took = [], []
-    for number in range(5):
-        record = record.with_member(f"new{number}", 1 << 30)
-        began = time.thread_time()
-        Ring(record)
-        middle = time.thread_time()
-        core.handle(events.RingChanged(record), float(number))
-        made.append(middle - began)
-        took.append(time.thread_time() - middle)
-    assert 5 * min(took) < min(made), (took, made)
+def test_a_change_makes_no_circle_on_the_loop() -> None:
+    """Where a thread has made it before."""
+    node = Node()
+    record = node.core.record.with_member("n3", 1 << 30)
+    made = Ring(record)
+    follow(node, record)
+    assert node.core.ring._circle is made._circle

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, release, said, store, tell
+from tests.core import scenes
+from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tokenlake.core import events, instructions
@@ -46,10 +47,7 @@ def scene(nodes: int = 6, **rules: Any) -> tuple[Cluster, list[Engine], SegmentK
 
 
 def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey]) -> None:
-    found = match(cluster, reader, keys)
-    assert found.hits == len(keys)
-    assert fetch(cluster, reader, found.lease, found.hits).codes == bytes([Code.LOCAL]) * len(keys)
-    release(cluster, reader, found.lease, found.hits)
+    assert scenes.read(cluster, reader, keys) == [Code.LOCAL] * len(keys)
 
 
 def pulls(cluster: Cluster) -> Counter[str]:

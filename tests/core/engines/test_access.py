@@ -212,23 +212,34 @@ def test_a_readers_hints_reach_the_owner() -> None:
     assert [hints_of(cluster, key) for key in keys] == [{1: CHAT, 2: CHAT}] * 2
 
 
-def test_late_hints_reach_every_copy_and_count_as_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a node with cached copies: the owner knows of no cached copies."""
+@pytest.mark.parametrize("how", ["cached copies", "remote segments", "a lease"])
+def test_late_hints_reach_every_copy_and_count_as_no_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner knows of no cached copies. Hints for a lease outlive its release. Those of another tenant have no
+    effect."""
     # The learned policy counts the age of a segment from its last hints.
     monkeypatch.setattr(context, "Forecast", LeastRecentlyUsed)
     cluster = calm()
-    writer, reader = cluster.join(2), cluster.join(1)
+    writer, reader, stranger = cluster.join(2), cluster.join(1), cluster.join(1, tenant="blue")
     keys = placed(cluster, 0, 1, 2)
-    stored(cluster, writer, keys, None)
-    reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
-    fetch(cluster, reader, reply.lease, 2)
-    release(cluster, reader, reply.lease, 2)
-    cluster.run_for(0.5)
+    stored(cluster, writer, keys, CHAT)
+    if how != "remote segments":
+        fields = join_keys(keys), 0.0, True, "r", CHAT
+        lease = answer(cluster, reader.processes[0], engine.Match, *fields).lease
+        fetch(cluster, reader, lease, 2)
+        if how == "cached copies":
+            release(cluster, reader, lease, 2)
+        cluster.run_for(0.5)
     touched = {node: segment.touched for node, segment in copies(cluster, keys[0]).items()}
-    tell(cluster, reader.processes[0], engine.Hint(join_keys(keys), OVER))
+    late = engine.Hint(b"", OVER, lease) if how == "a lease" else engine.Hint(join_keys(keys), OVER)
+    tell(cluster, reader.processes[0], late)
+    tell(cluster, stranger.processes[0], engine.Hint(join_keys(keys), CHAT))
+    if how == "a lease":
+        release(cluster, reader, lease, 2)
     cluster.run_for(0.5)
-    assert [hints_of(cluster, key) for key in keys] == [{1: CHAT_OVER, 2: CHAT_OVER}] * 2
-    assert {node: segment.touched for node, segment in copies(cluster, keys[0]).items()} == touched
+    told = {2: CHAT_OVER} if how == "remote segments" else {1: CHAT_OVER, 2: CHAT_OVER}
+    assert [hints_of(cluster, key) for key in keys] == [told] * 2
+    if how != "a lease":
+        assert {node: segment.touched for node, segment in copies(cluster, keys[0]).items()} == touched
     cluster.check()
 
 

@@ -12,6 +12,7 @@ from tests.core.scenes import (
     missed,
     offer,
     placed,
+    read,
     release,
     said,
     store,
@@ -20,7 +21,7 @@ from tests.core.scenes import (
     tell,
 )
 from tests.sim.cluster import Cluster
-from tests.sim.engine import SEGMENT_TOKENS, Engine
+from tests.sim.engine import SEGMENT_TOKENS
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.cluster.transfers import CORRUPT
@@ -43,15 +44,6 @@ def flip(cluster: Cluster, node: int, key: SegmentKey) -> None:
     cluster.node(node).arena.flip(copies(cluster, key)[node].place, 0)
 
 
-def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Code]:
-    """Match all of these, fetch them, and release them. The codes of the fetch."""
-    lease = match(cluster, reader, keys)
-    assert lease.hits == len(keys)
-    codes = fetch(cluster, reader, lease.lease, lease.hits).codes
-    release(cluster, reader, lease.lease, lease.hits)
-    return [Code(code) for code in codes]
-
-
 def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
     """The rule by which a segment left the pool, as its directory node answers another node."""
     question = events.PeerSent("n0", peer.ExplainMissing(1, "red", key))
@@ -67,10 +59,10 @@ def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
     # The directory node is the reader itself and the other candidate the owner: no other node is asked for a copy.
     (key,) = placed(cluster, 2, 0)
     store(cluster, local, [key])
-    fetched(cluster, early, [key])
+    read(cluster, early, [key])
     flip(cluster, 0, key)
 
-    assert fetched(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
+    assert read(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
     cluster.run_for(0.1)
     assert cluster.core(2).counters[CORRUPT] == 1
     assert missed(cluster.core(2).counters) == {"lost": SEGMENT_TOKENS}
@@ -83,7 +75,7 @@ def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
     store(cluster, reader, [key])
     assert kinds(cluster, key)[2] is Kind.PRIMARY
     assert cluster.core(2).counters[HEALED] == 1
-    assert fetched(cluster, local, [key]) == fetched(cluster, reader, [key]) == [Code.LOCAL]
+    assert read(cluster, local, [key]) == read(cluster, reader, [key]) == [Code.LOCAL]
     cluster.check()
     cluster.settle()
     cluster.check_settled()
@@ -94,7 +86,7 @@ def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
     (key,) = keys
     assert sorted(copies(cluster, key)) in ([0], [0, 1])
     if 1 not in copies(cluster, key):
-        fetched(cluster, cluster.join(1), [key])
+        read(cluster, cluster.join(1), [key])
     lease = match(cluster, reader, [key])
     where = answer(cluster, reader.processes[0], engine.Locate, lease.lease)
     source = {"n0": 0, "n1": 1}[where.nodes[where.owners[0]]]
