@@ -153,14 +153,6 @@ def test_a_shown_address_reads_back(host: str, port: int) -> None:
     assert parse_address(str(Address(host, port))) == Address(host, port)
 
 
-@given(st.sampled_from(FIELDS), st.text())
-def test_any_text_is_taken_or_refused_by_name(field: str, text: str) -> None:
-    try:
-        load(None, {f"TOKENLAKE_{field.upper()}": text})
-    except ConfigurationError as error:
-        assert error.field == field
-
-
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 _ANY = st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 

@@ -154,17 +154,6 @@ def test_among_equal_instances_the_nearest_one_is_chosen(measured: bool) -> None
     assert made.where(short, owners).instance in ("i0", "i3")
 
 
-def test_segments_in_flight_at_an_instance_are_not_brought_to_it() -> None:
-    made, prompt = router(), request("abcd")
-    owners = everything([prompt], B)
-    first = named(prompt, "first")
-    made.sent(first, made.starts(first, owners, ["i0"])[0])
-    made.first_token("first")
-    before = made.starts(prompt, owners, ["i0"])
-    made.locations = {A: ("rack-1",), B: ("rack-2",), C: ("rack-2",)}
-    assert made.starts(prompt, owners, ["i0"]) == before
-
-
 def test_a_request_waits_for_another_one() -> None:
     """Computing it again at an idle instance takes as long as waiting for it."""
     made = router()
@@ -180,20 +169,6 @@ def test_a_request_waits_for_another_one() -> None:
     idle = made.where(second, {})
     assert idle.instance != start.instance
     assert (idle.prefill.new, idle.repeated) == (second.tokens, 8 * TOKENS)
-
-
-def test_a_prefix_in_flight_is_found_where_it_was_sent() -> None:
-    made = router()
-    first = named(request("abcdefgh"), "first")
-    start = made.where(first, {})
-    made.sent(first, start)
-    made.first_token("first")
-    again = made.where(named(request("abcdefghi"), "again"), {})
-    assert again.instance == start.instance
-    assert again.prefill.new == TOKENS + 5
-    made.finished("first")
-    # It is finished, and a lookup names no node: the instance has no advantage.
-    assert {each.cost for each in made.starts(request("abcdefghi"), {})} == {float(9 * TOKENS + 5)}
 
 
 def test_measured_costs_are_seconds_of_prefill_and_transfer() -> None:
