@@ -16,7 +16,7 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, peer
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import join_keys
 
 EMPTY = (1.0, 0.0, 0.0)
 """The vacancy of an empty node."""
@@ -114,25 +114,6 @@ def test_a_node_that_joins_after_it_served_alone() -> None:
     assert node.lookup("n1", key) == (Code.MISSING, ())
 
 
-def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
-    node = Node()
-    keys = prompt("walk", 200)
-    before = node.core.ring
-    for key in keys[:8]:
-        node.own(key)
-    record = node.core.record.without("n2")
-    moved = [key for key, has in zip(keys[:8], Ring(record).moved(before, join_keys(keys[:8])), strict=True) if has]
-    follow(node, record)
-    sent = node.run_until(1.0)
-    told = [message for to, message in sent if to == "n1" and isinstance(message, peer.Owned | peer.AdvertisingDone)]
-    to_n1 = [key for key in moved if Ring(record).candidates(key)[0][0] == "n1"]
-    (owned,) = told[:-1]
-    assert isinstance(owned, peer.Owned)
-    assert sorted(split_keys(owned.keys)) == sorted(to_n1)
-    assert told[-1] == peer.AdvertisingDone(version(record))
-    assert not [message for to, message in sent if to == "n2"]
-
-
 def test_a_change_keeps_the_walk_for_a_node_that_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,21 +150,6 @@ def test_the_previous_ring_counts_until_all_segments_are_told(monkeypatch: pytes
     sent += alive(node, 10.0)
     assert ("n1", peer.Owned("red", key)) in sent
     assert node.core.ring.candidates(key)[0][0] == "n1"
-
-
-def test_a_key_that_moved_away() -> None:
-    """A key that moved away is answered for a while and then forgotten."""
-    node = Node()
-    record = node.core.record.with_member("n3", 1 << 16)
-    keys = prompt("moves", 400)
-    pairs = zip(keys, node.core.ring.candidates(join_keys(keys)), Ring(record).candidates(join_keys(keys)), strict=True)
-    key = next(key for key, old, new in pairs if old[0] == "n0" and "n0" not in new)
-    node.say("n1", peer.Owned("red", key))
-    follow(node, record)
-    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-    node.run_until(node.core.config.previous_ring_s + 1.0)
-    assert answer(node, "n2", key) == (Code.MISSING, ())
-    assert node.core.census()["directory"] == 0
 
 
 def test_a_reader_with_a_newer_ring_is_answered_unknown() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.core import scenes
-from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, said, store, tell
+from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, said, store, stored, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tokenlake.core import events, instructions
@@ -282,10 +282,7 @@ def leased(cluster: Cluster, tenant: str, keys: Sequence[SegmentKey]) -> int:
 
 def test_one_node_that_reads_slowly_pins_a_share_of_the_slots() -> None:
     """Its sends do not end: no `SendDone` follows."""
-    cluster = calm(3)
-    writer = cluster.join(0)
-    keys = placed(cluster, 0, 1, 4)
-    store(cluster, writer, keys)
+    cluster, _, keys = stored(4)
     core, now = cluster.core(0), cluster.clock.now
     capacity = core.store.capacity(copies(cluster, keys[0])[0].pool)
 
@@ -307,9 +304,7 @@ def test_one_node_that_reads_slowly_pins_a_share_of_the_slots() -> None:
 
 def test_leases_of_one_message_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "SLICE", 20)
-    cluster = calm()
-    (key,) = placed(cluster, 0, 1)
-    store(cluster, cluster.join(0), [key])
+    cluster, _, (key,) = stored()
     node = cluster.node(0)
     for call in range(10):
         node.deliver(events.PeerSent("n2", peer.Lookup(call + 1, "red", key)))

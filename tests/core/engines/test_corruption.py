@@ -181,9 +181,7 @@ def test_reporters_take_turns_with_bounded_queues() -> None:
 
 
 def test_a_handover_of_wrong_bytes_drops_the_owners_copy() -> None:
-    cluster = calm(3)
-    (key,) = placed(cluster, 1, 2)
-    store(cluster, cluster.join(0), [key])
+    cluster, _, (key,) = stored(pair=(1, 2))
     flip(cluster, 0, key)
     offer(cluster, 0, 2, [key])
     cluster.run_for(3.0)

@@ -39,10 +39,8 @@ QUARTER = {**ROOMY, "session_lease_share": 0.25}
 
 
 def test_a_local_segment_is_found_without_a_lookup() -> None:
-    cluster = calm()
-    writer = cluster.join(0)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, writer, keys)
+    cluster, _, keys = stored(2)
+    writer = cluster.engines[0]
     reply = match(cluster, writer, keys)
     assert reply.hits == 2
     assert list(reply.codes) == [Code.LOCAL] * 2

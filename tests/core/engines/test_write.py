@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, copies, match, placed, prepare, store, tell
+from tests.core.scenes import answer, calm, copies, match, placed, prepare, store, stored, tell
 from tests.sim.arena import content
 from tests.sim.prompts import prompt
 from tokenlake.wire import Code, engine
@@ -21,10 +21,8 @@ def test_existing_and_in_flight_keys_get_no_slot() -> None:
 
 def test_a_prepare_touches_existing_segments() -> None:
     """An engine has just computed the existing segments again, so that they are in use and must not be evicted next."""
-    cluster = calm()
-    writer = cluster.join(0)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, writer, keys)
+    cluster, _, keys = stored(2)
+    writer = cluster.engines[0]
     before = [copies(cluster, key)[0].touched for key in keys]
     prepare(cluster, writer, keys)
     assert all(copies(cluster, key)[0].touched > touched for key, touched in zip(keys, before, strict=True))
