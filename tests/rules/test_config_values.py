@@ -11,7 +11,6 @@ from tests.rules.settings import CERTIFICATE, FIELDS, load
 from tokenlake.config import Address, Disk, Peer, format_size, parse_address, parse_size
 from tokenlake.errors import ConfigurationError
 
-
 REFUSED: dict[str, list[object]] = {
     "node": ["", "a b", "a" * 65, "a\n", 3],
     "memory": ["64MB", "-1", 0, True, 1.5, "1.5GiB", (1 << 20) + 1, 1 << 60],

@@ -262,21 +262,6 @@ def test_the_last_access_of_an_evicted_segment() -> None:
     assert policy.last_access([key_of("never")], 14.0) is None
 
 
-def test_equal_statistics_lead_to_equal_decisions() -> None:
-    experienced = Memory(Forecast(), 30)
-    conversations(experienced, seed=3)
-    saved = experienced.odds.save()
-    lives = [Memory(Forecast(), 30), Memory(Forecast(), 30)]
-    for life in lives:
-        life.odds.restore(saved)
-        assert life.odds.save() == saved
-        conversations(life, seed=4, seconds=300)
-    assert lives[0].evicted == lives[1].evicted
-    fresh = Memory(Forecast(), 30)
-    conversations(fresh, seed=4, seconds=300)
-    assert fresh.evicted != lives[0].evicted
-
-
 LABELS, WEIGHTS = 1, 2
 """Fields of the saved statistics."""
 

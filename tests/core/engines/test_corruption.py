@@ -11,7 +11,6 @@ from tests.core.scenes import (
     match,
     missed,
     offer,
-    placed,
     read,
     release,
     said,
@@ -25,12 +24,10 @@ from tests.sim.engine import SEGMENT_TOKENS
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.cluster.transfers import CORRUPT
-from tokenlake.core.engines.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
+from tokenlake.core.engines.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED
+from tokenlake.core.instructions import CheckSlot, StartFetch
 from tokenlake.core.report.account import Source
 from tokenlake.identity import SegmentKey
-from tokenlake.memory import Kind
-from tokenlake.memory.removals import CORRUPT_RULE
 from tokenlake.memory.store import HEALED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
@@ -42,43 +39,6 @@ SHORTEST_S = 0.0001
 def flip(cluster: Cluster, node: int, key: SegmentKey) -> None:
     """Flip a bit in the copy of one node."""
     cluster.node(node).arena.flip(copies(cluster, key)[node].place, 0)
-
-
-def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
-    """The rule by which a segment left the pool, as its directory node answers another node."""
-    question = events.PeerSent("n0", peer.ExplainMissing(1, "red", key))
-    out = cluster.core(directory_node).handle(question, cluster.clock.now)
-    (reply,) = (each.message for each in out if isinstance(each, SendToPeer))
-    assert isinstance(reply, peer.ExplainMissingReply)
-    return reply.rules[0]
-
-
-def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
-    cluster = calm(4)
-    local, reader, early = (cluster.join(node) for node in (0, 2, 3))
-    # The directory node is the reader itself and the other candidate the owner: no other node is asked for a copy.
-    (key,) = placed(cluster, 2, 0)
-    store(cluster, local, [key])
-    read(cluster, early, [key])
-    flip(cluster, 0, key)
-
-    assert read(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
-    cluster.run_for(0.1)
-    assert cluster.core(2).counters[CORRUPT] == 1
-    assert missed(cluster.core(2).counters) == {"lost": SEGMENT_TOKENS}
-    assert cluster.core(0).counters[REPORTED] == cluster.core(0).counters[CONFIRMED] == 1
-    assert kinds(cluster, key) == {3: Kind.CACHED}, "copies of other nodes stay"
-    assert rule_of(cluster, 2, key) == CORRUPT_RULE
-    for asking in (local, reader):
-        assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
-
-    store(cluster, reader, [key])
-    assert kinds(cluster, key)[2] is Kind.PRIMARY
-    assert cluster.core(2).counters[HEALED] == 1
-    assert read(cluster, local, [key]) == read(cluster, reader, [key]) == [Code.LOCAL]
-    cluster.check()
-    cluster.settle()
-    cluster.check_settled()
 
 
 def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:

@@ -32,6 +32,7 @@ from tests.sim.engine import SEGMENT_TOKENS, Reading, Storing
 from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import events
 from tokenlake.core.report.misses import GAPS, MISSED
+from tokenlake.memory.removals import CORRUPT_RULE
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys
@@ -79,6 +80,16 @@ def full_memory_elsewhere() -> tuple[Cluster, int]:
     assert not copies(cluster, keys[0])
     read(cluster, reader, keys, "r")
     return cluster, 2
+
+
+@provokes(MissReason.EVICTED, CORRUPT_RULE)
+def dropped_as_wrong() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored(pair=(2, 0), **ROOMY)
+    cluster.node(0).arena.flip(copies(cluster, keys[0])[0].place, 0)
+    read(cluster, reader, keys)
+    cluster.run_for(0.1)
+    read(cluster, cluster.join(1), keys, "r")
+    return cluster, 1
 
 
 @provokes(MissReason.TOO_SHORT)
