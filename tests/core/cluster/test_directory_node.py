@@ -215,25 +215,6 @@ def test_owners_tell_the_stand_ins_in_slices(fault: str, monkeypatch: pytest.Mon
     assert node.core.census()["walks"] == 0
 
 
-def test_a_directory_node_that_is_back_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the walk for the stand-ins ends, however far it is."""
-    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
-    node = Node()
-    keys = keys_of(node, "n1", "n2", 5)
-    for key in keys:
-        node.own(key)
-    sent = node.handle(events.PeerDown("n1", 1))
-    sent += node.run_until(node.now + 0.006)
-    to_stand_in = owned(sent, "n2")
-    assert 0 < len(to_stand_in) < 5
-    sent = node.handle(events.PeerUp("n1", 1))
-    sent += node.run_until(node.now + 0.2)
-    assert owned(sent, "n2") == []
-    assert owned(sent, "n1") == list(keys)
-    assert [each for each in sent if each[0] == "n1"][-1] == ("n1", peer.AdvertisingDone(RING))
-    assert node.core.census()["walks"] == 0
-
-
 def test_an_earlier_outage_takes_no_ownership_away() -> None:
     """The stand-in has an entry from an earlier outage whose owner evicted the segment since: another node owns it."""
     cluster, second, (key,) = stored(pair=(1, 2), nodes=4, reader=3)

@@ -6,7 +6,6 @@ from tests.core.scenes import answer, calm, copies, match, placed, prepare, stor
 from tests.sim.arena import content
 from tests.sim.prompts import prompt
 from tokenlake.wire import Code, engine
-from tokenlake.wire.slots import unpack_slots
 
 
 def test_existing_and_in_flight_keys_get_no_slot() -> None:
@@ -53,24 +52,6 @@ def test_shards_of_two_processes_make_one_segment() -> None:
     second.view(prepared.slots, key).write(1, one)
     assert list(answer(cluster, second, engine.Commit, prepared.write, (0,), 2, one).codes) == [Code.COMMITTED]
     assert match(cluster, writer, [key]).checksums == zero + one
-
-
-def test_a_late_commit_publishes_nothing_and_frees_slots() -> None:
-    cluster = calm()
-    writer, other = cluster.join(0), cluster.join(0)
-    keys = placed(cluster, 0, 1, 2)
-    prepared = prepare(cluster, writer, keys)
-    cluster.run_for(cluster.rules["reservation_s"])
-    again = prepare(cluster, other, keys)
-    assert list(again.codes) == [Code.RESERVED] * 2
-    places = set(unpack_slots(prepared.slots)) | set(unpack_slots(again.slots))
-    assert len({(place.region, place.slot) for place in places}) == 4
-    late = answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0,), 3, bytes(16))
-    assert list(late.codes) == [Code.EXPIRED]
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
-    writer.die()
-    cluster.run_for(0.01)
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
 
 
 def test_a_key_twice_in_one_prepare_leaks_no_slot() -> None:

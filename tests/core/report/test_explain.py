@@ -11,10 +11,8 @@ from tests.core.scenes import (
     explained,
     fetch,
     match,
-    match_independent,
     missed,
     placed,
-    prepare,
     read,
     release,
     store,
@@ -90,21 +88,6 @@ def test_tokens_that_the_engine_had(had: int) -> None:
     counters = cluster.core(0).counters
     assert missed(counters) == why(funnel)
     assert (counters[ENGINE_HAD], supplied(counters)) == (funnel.engine_had, funnel.supplied)
-
-
-def test_independent_segments_behind_gaps_are_hits() -> None:
-    """The tokens of the prompt are not compared with those of the segments."""
-    cluster = calm()
-    writer = cluster.join(0)
-    keys = placed(cluster, 0, 1, 6)
-    store(cluster, writer, [keys[1], keys[4]])
-    prepare(cluster, writer, keys[5:6])
-    cluster.run_for(0.01)
-    reply = match_independent(cluster, writer, keys, "independent", tokens=10_000)
-    release(cluster, writer, reply.lease, 1, read=True)
-    funnel = explained(cluster, writer, "independent")
-    assert (funnel.ideal, funnel.here, funnel.supplied, funnel.held) == (96, 32, 16, 16)
-    assert why(funnel) == {MissReason.NEVER_STORED: 48, MissReason.PENDING: 16}
 
 
 def test_a_silent_directory_node_is_named() -> None:
