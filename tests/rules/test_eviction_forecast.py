@@ -72,13 +72,6 @@ def test_a_refused_segment_is_valued_more_at_its_next_try() -> None:
     assert policy.retention_value_of_new(new, NO_HINTS, 2001.0) > values[1]
 
 
-def test_it_learns_which_requests_come_again() -> None:
-    policy = Forecast()
-    conversations(Memory(policy, 60), seed=1)
-    new = key_of("new")
-    assert policy.retention_value_of_new(new, SHORT, 1500.0) > 3 * policy.retention_value_of_new(new, LONG, 1500.0)
-
-
 def test_the_deepest_segment_of_a_request_leaves_first() -> None:
     """Segments behind a gap are touched before those that fill the gap are stored."""
     memory = Memory(Forecast(), 10)
@@ -137,18 +130,6 @@ def test_hints_distinguish_requests_and_may_change() -> None:
     segment.hints = over
     policy.hints_changed(segment, 1501.0)
     assert policy.retention_value(segment, 1501.0) < retention_value / 2
-
-
-def test_merged_labels_without_room_are_left_out() -> None:
-    here, there = odds.Odds(), odds.Odds()
-    for number in range(odds.LABELS):
-        here.features(1, Hints(category=f"kind {number}"))
-    strange = there.features(1, Hints(Outlook.GOES_ON, "other"))
-    there.add(strange, 3, 1.0, 1.0)
-    there.learn()
-    here.merge(there.save())
-    features = [here.features(1, Hints(outlook)) for outlook in (Outlook.GOES_ON, Outlook.OVER)]
-    assert here.retention_value(features[0]) == here.retention_value(features[1])
 
 
 def test_nodes_without_samples_do_not_dilute_a_merge() -> None:

@@ -6,22 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.core.scenes import (
-    answer,
-    calm,
-    copies,
-    fetch,
-    kinds,
-    match,
-    placed,
-    prepare,
-    release,
-    said,
-    store,
-    stored,
-    tell,
-)
-from tests.sim.arena import content
+from tests.core.scenes import calm, copies, fetch, kinds, match, placed, release, said, store, stored, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import context, events
@@ -32,7 +17,6 @@ from tokenlake.memory import Kind
 from tokenlake.memory.eviction import LeastRecentlyUsed
 from tokenlake.memory.store import NOT_ADMITTED
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.slots import SLOT_BYTES
 
 REFUSALS: Counter[SegmentKey] = Counter()
 """Per key, how many more times the policy refuses it."""
@@ -133,14 +117,6 @@ def test_of_a_prompt_the_first_segments_are_admitted(
     admissions = iter((True, True, False))
     monkeypatch.setattr(Choosy, "admits", lambda self, key, hints, now: next(admissions))
     keys = placed(cluster, 1, 0, 3, "in part")
-    prepared = prepare(cluster, engines[0], keys)
-    assert prepared.codes == bytes([Code.RESERVED]) * 3
-    fields = prepared.write, (0, 1, 2), 3, b"".join(b"".join(content("red", key)) for key in keys)
-    for index, key in enumerate(keys):
-        view = engines[0].processes[0].view(prepared.slots[index * SLOT_BYTES : (index + 1) * SLOT_BYTES], key)
-        for shard, data in enumerate(content("red", key)):
-            view.write(shard, data)
-    answer(cluster, engines[0].processes[0], engine.Commit, *fields)
+    store(cluster, engines[0], keys)
     assert [kinds(cluster, key)[0] for key in keys] == [Kind.PRIMARY, Kind.PRIMARY, Kind.CACHED]
-    cluster.run_for(0.1)
     assert match(cluster, engines[1], keys).hits == 3

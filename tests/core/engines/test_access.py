@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from tests.core.scenes import answer, calm, copies, fetch, match, most_at_once, placed, release, said, store, tell
-from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
@@ -176,20 +175,6 @@ OVER = Hints(Outlook.OVER, stop_reason="stop")
 CHAT_OVER = Hints(Outlook.OVER, "chat", "stop")
 
 
-def stored(cluster: Cluster, writer: Engine, keys: list[SegmentKey], hints: Hints | None) -> None:
-    """Store with hints, and let the messages arrive."""
-    process = writer.processes[0]
-    reply = answer(cluster, process, engine.Prepare, join_keys(keys), 0, "r", hints)
-    checksums = b"".join(part for key in keys for part in content("red", key))
-    for index, packed in enumerate(reply.slots[at : at + 16] for at in range(0, len(reply.slots), 16)):
-        for shard in range(SHARDS):
-            process.view(packed, keys[index]).write(shard, content("red", keys[index])[shard])
-    fields = reply.write, tuple(range(len(keys))), (1 << SHARDS) - 1, checksums
-    answer(cluster, process, engine.Commit, *fields)
-    cluster.run_for(0.5)
-    cluster.check()
-
-
 def hints_of(cluster: Cluster, key: SegmentKey) -> dict[int, Hints]:
     """The hints of each copy, by node, without access records."""
     return {node: replace(segment.hints, access=NO_ACCESS) for node, segment in copies(cluster, key).items()}
@@ -199,7 +184,7 @@ def test_a_readers_hints_reach_the_owner() -> None:
     cluster = calm()
     writer, reader = cluster.join(2), cluster.join(1)
     keys = placed(cluster, 0, 2, 2)
-    stored(cluster, writer, keys, None)
+    store(cluster, writer, keys)
     assert hints_of(cluster, keys[0]) == {2: NO_HINTS}
     reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
     fetch(cluster, reader, reply.lease, 2)
@@ -221,7 +206,8 @@ def test_late_hints_reach_every_copy_and_count_as_no_read(how: str, monkeypatch:
     cluster = calm()
     writer, reader, stranger = cluster.join(2), cluster.join(1), cluster.join(1, tenant="blue")
     keys = placed(cluster, 0, 1, 2)
-    stored(cluster, writer, keys, CHAT)
+    store(cluster, writer, keys)
+    tell(cluster, writer.processes[0], engine.Hint(join_keys(keys), CHAT))
     if how != "remote segments":
         fields = join_keys(keys), 0.0, True, "r", CHAT
         lease = answer(cluster, reader.processes[0], engine.Match, *fields).lease
@@ -247,7 +233,7 @@ def test_hints_of_several_requests_stay_apart() -> None:
     cluster = calm()
     reader = cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
-    stored(cluster, cluster.join(1), keys, None)
+    store(cluster, cluster.join(1), keys)
     assert turn(cluster, reader, keys) == 3
     before = len(said(cluster, 2, peer.Touched))
     process = reader.processes[0]
@@ -267,7 +253,7 @@ def test_reports_are_sent_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     cluster = calm()
     reader = cluster.join(2)
     (key,) = placed(cluster, 0, 1)
-    stored(cluster, cluster.join(1), [key], None)
+    store(cluster, cluster.join(1), [key])
     assert turn(cluster, reader, [key]) == 1
     before = len(said(cluster, 2, peer.Touched))
     for number in range(9):
