@@ -24,7 +24,7 @@ from tokenlake.wire.slots import join_keys
 
 T = TypeVar("T")
 ALL_SHARDS = (1 << SHARDS) - 1
-ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
+ROOMY: dict[str, Any] = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
 """Rules under which one session may use all memory of a node."""
 
 

@@ -3,6 +3,8 @@ segments of independent keys."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.core.scenes import (
@@ -32,9 +34,9 @@ from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
 
 LENGTH = 24
 MANY_NODES = 8
-WIDE = {"regions": 32, **ROOMY}
+WIDE: dict[str, Any] = {"regions": 32, **ROOMY}
 """Rules under which other nodes may lease a prompt of `LENGTH` segments at one node."""
-QUARTER = {**ROOMY, "session_lease_share": 0.25}
+QUARTER: dict[str, Any] = {**ROOMY, "session_lease_share": 0.25}
 """A session leases a quarter of the slots."""
 
 
