@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
@@ -23,7 +22,6 @@ from tokenlake.wire.funnel import Funnel
 from tokenlake.wire.slots import join_keys
 
 T = TypeVar("T")
-ALL_SHARDS = (1 << SHARDS) - 1
 ROOMY: dict[str, Any] = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
 """Rules under which one session may use all memory of a node."""
 

@@ -262,7 +262,7 @@ class Alone:
     """One node whose memory has 8 pages per region; its driver makes regions at once."""
 
     def __init__(self, regions: int, **config: Any) -> None:
-        self.core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions, 8 * PAGE, **ROOMY, **config))  # type: ignore[arg-type]
+        self.core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions, 8 * PAGE, **ROOMY, **config))
         self.core.start(0.0)
         self.now, self.last = 0.0, 1
         self.making: list[MakeRegion] = []
