@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -40,6 +41,14 @@ def placed(cluster: Cluster, directory_node: int, other: int, count: int = 1, na
     ring = cluster.core(directory_node).ring
     keys = prompt(name, 200 * len(cluster.nodes))
     return [key for key, pair in zip(keys, ring.candidates(join_keys(keys)), strict=True) if pair == wanted][:count]
+
+
+@contextlib.contextmanager
+def within(cluster: Cluster, seconds: float) -> Iterator[None]:
+    """What is done meanwhile takes less time than this."""
+    began = cluster.clock.now
+    yield
+    assert cluster.clock.now - began < seconds
 
 
 def ask(process: SimProcess, kind: type[Any], *fields: Any) -> list[Any]:
