@@ -50,16 +50,6 @@ def check(pool: Pool, parts: list[tuple[View, Text, int]], tolerance: float = 1e
     return moved
 
 
-def test_segments_of_this_node(cluster: Cluster) -> None:
-    with cluster.connect(0, LAYOUT) as pool:
-        text = Text(1, 8)
-        text.store(pool)
-        with open_view(pool, text) as view:
-            assert set(view.codes) == {Code.LOCAL}
-            for tokens in (1, 5, 64):
-                assert check(pool, [(view, text, tokens)]) == 0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_segments_of_three_nodes(cluster: Cluster, dtype: str) -> None:
     layout = layout_of(dtype)

@@ -134,33 +134,3 @@ def test_a_lost_daemon_makes_no_answer_wrong(cluster: Cluster, end: str) -> None
         assert outcomes == sorted(outcomes, reverse=True), "a lost view is not found again"
         with step(pool, other) as elsewhere:
             assert elsewhere.ask()
-
-
-def test_the_local_query_engine_is_replaced(cluster: Cluster) -> None:
-    text = Text(25, 16)
-    spread(cluster, [text])
-    with cluster.connect(0, LAYOUT) as pool:
-        with step(pool, text) as asking:
-            assert asking.ask()
-            dead = engine_of(cluster.nodes[0])
-            kill(dead)
-            assert not asking.ask()
-        wait_serving(cluster, 0, other_than=dead)
-        with step(pool, text) as asking:
-            assert asking.ask()
-
-
-def test_a_frozen_local_query_engine_costs_one_deadline(cluster: Cluster) -> None:
-    text = Text(26, 16)
-    spread(cluster, [text])
-    with cluster.connect(0, LAYOUT) as pool, step(pool, text) as asking:
-        assert asking.ask()
-        frozen = engine_of(cluster.nodes[0])
-        freeze(frozen)
-        try:
-            assert not asking.ask()
-        finally:
-            os.kill(frozen, signal.SIGCONT)
-        with step(pool, text) as again:
-            wait_until(again.retry, "it answers again")
-            assert again.ask()
