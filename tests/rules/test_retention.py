@@ -152,9 +152,10 @@ def test_later_hints_change_the_tier_and_are_no_access() -> None:
     first, last = scene.segments[0], scene.segments[SLOTS - 1]
     scene.store.hint([last], LOW, 50.0)
     scene.store.hint([first], HIGH, 50.0)
+    scene.store.hint([scene.segments[7]], Hints(ttl_s=1.0), 50.0)
     scene.add(100, 60.0)
     scene.add(101, 61.0)
-    assert SLOTS - 1 in scene.gone()
+    assert scene.gone() == [7, SLOTS - 1]
     assert 0 in scene.here()
 
 

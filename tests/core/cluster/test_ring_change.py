@@ -16,7 +16,7 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, peer
-from tokenlake.wire.slots import join_keys
+from tokenlake.wire.slots import join_keys, split_keys
 
 EMPTY = (1.0, 0.0, 0.0)
 """The vacancy of an empty node."""
@@ -112,6 +112,25 @@ def test_a_node_that_joins_after_it_served_alone() -> None:
     for name in ("n1", "n2"):
         node.say(name, peer.AdvertisingDone(version(record)))
     assert node.lookup("n1", key) == (Code.MISSING, ())
+
+
+def test_one_walk_tells_the_new_directory_nodes_and_nothing_else() -> None:
+    node = Node()
+    keys = prompt("walk", 200)
+    before = node.core.ring
+    for key in keys[:8]:
+        node.own(key)
+    record = node.core.record.without("n2")
+    moved = [key for key, has in zip(keys[:8], Ring(record).moved(before, join_keys(keys[:8])), strict=True) if has]
+    follow(node, record)
+    sent = node.run_until(1.0)
+    told = [message for to, message in sent if to == "n1" and isinstance(message, peer.Owned | peer.AdvertisingDone)]
+    to_n1 = [key for key in moved if Ring(record).candidates(key)[0][0] == "n1"]
+    (owned,) = told[:-1]
+    assert isinstance(owned, peer.Owned)
+    assert sorted(split_keys(owned.keys)) == sorted(to_n1)
+    assert told[-1] == peer.AdvertisingDone(version(record))
+    assert not [message for to, message in sent if to == "n2"]
 
 
 def test_a_change_keeps_the_walk_for_a_node_that_is_back(
@@ -262,7 +281,7 @@ def test_a_drain_ends_at_once_where_all_others_drain() -> None:
 def test_a_change_makes_no_circle_on_the_loop() -> None:
     """Where a thread has made it before."""
     node = Node()
-    record = node.core.record.with_member("n3", 1 << 30)
+    record = node.core.record.with_member("n3", 1 << 16)
     made = Ring(record)
     follow(node, record)
     assert node.core.ring._circle is made._circle

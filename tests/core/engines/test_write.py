@@ -54,6 +54,24 @@ def test_shards_of_two_processes_make_one_segment() -> None:
     assert match(cluster, writer, [key]).checksums == zero + one
 
 
+def test_an_expired_write_keeps_only_slots_that_may_be_written() -> None:
+    """The process filled its part of the first slot. Its late commit publishes nothing and frees the other slot."""
+    cluster = calm()
+    writer, other = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    prepared = prepare(cluster, writer, keys)
+    process, fields = writer.processes[0], (prepared.write, (0,), 1, bytes(8))
+    assert list(answer(cluster, process, engine.Commit, *fields).codes) == [Code.RESERVED]
+    cluster.run_for(cluster.rules["reservation_s"])
+    again = prepare(cluster, other, keys)
+    assert list(again.codes) == [Code.RESERVED] * 2
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
+    late = answer(cluster, process, engine.Commit, prepared.write, (1,), 3, bytes(16))
+    assert list(late.codes) == [Code.EXPIRED]
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
+    cluster.check()
+
+
 def test_a_key_twice_in_one_prepare_leaks_no_slot() -> None:
     """The first entry exists, a reservation between them evicts it, and the last entry is reserved again."""
     cluster = calm(1, regions=1, dirty_share=1.0, session_reserve_share=1.0)
