@@ -138,6 +138,26 @@ def test_a_segment_that_memory_evicted_is_read_back_from_disk() -> None:
     cluster.check()
 
 
+def test_memory_evicts_first_what_is_on_disk_too() -> None:
+    """Memory evicts a segment that is on disk too before one that is not."""
+    cluster = calm(1, disk_places=4)
+    writer = cluster.join(0)
+    stored = fill(cluster, writer, 3)
+    memory = cluster.core(0).store.index(RED)
+    twice = {key for key, segment in memory.items() if segment.disk >= 0}
+    assert twice
+    for keys in stored:
+        if twice & set(keys):
+            read(cluster, writer, keys, 0)
+            cluster.run_for(2.0)
+    alone = set(memory) - twice
+    store(cluster, writer, prompt("next", len(twice)))
+    assert alone
+    assert alone <= set(memory), "the segments in memory alone stay, although the others were read after them"
+    assert not twice & set(memory)
+    cluster.check()
+
+
 def test_another_node_reads_a_segment_on_disk() -> None:
     cluster, _, reader, (far, *others) = full()
     assert read(cluster, reader, far, 1) == bytes([Code.LOCAL]) * 4
