@@ -18,7 +18,7 @@ A, B = NodeId("a"), NodeId("b")
 FIRST, SECOND = Incarnation(1), Incarnation(2)
 TENANT = TenantId("t")
 KEY = SegmentKey(bytes(32))
-LIMIT = 4
+LIMIT = 2
 
 
 class Step(NamedTuple):
@@ -135,6 +135,15 @@ def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
     for (tenant, key), entry in list(model.entries.items()):
         # The query has a time before every deadline, so that it drops no expired entry.
         assert directory.get(tenant, key, -1.0) == (entry if model.counts(entry) else None)
+
+
+def test_a_hand_over_replaces_the_previous_owner_only() -> None:
+    directory = Directory(LIMIT)
+    directory.own(TENANT, KEY, A, FIRST)
+    assert directory.own(TENANT, KEY, B, FIRST, previous=A) is None
+    assert directory.get(TENANT, KEY, 0.0) == Entry(B, FIRST)
+    # A statement of `previous` about another node changes nothing.
+    assert directory.own(TENANT, KEY, NodeId("c"), FIRST, previous=A) == B
 
 
 def test_the_markers_of_a_tenant_push_out_no_entry_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,19 @@ def test_the_last_access_of_an_evicted_segment() -> None:
     assert policy.last_access([key_of("never")], 14.0) is None
 
 
+def test_it_learns_without_accesses() -> None:
+    policy = Forecast()
+    memory = Memory(policy, 3000)
+    for number in range(3000):
+        memory.store(number, 0, number / 10)
+    learned = [policy.odds.save()]
+    for second in range(300, 4000):
+        policy.retention_value(memory.here[0], float(second))
+        if policy.odds.save() != learned[-1]:
+            learned.append(policy.odds.save())
+    assert len(learned) > 1
+
+
 LABELS, WEIGHTS = 1, 2
 """Fields of the saved statistics."""
 
