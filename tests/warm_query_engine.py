@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tokenlake_query.__main__
-import tokenlake_query.kernels.numpy_cpu
 import tokenlake_query.kernels.torch_cpu  # noqa: F401
 
 __all__: list[str] = []

@@ -4,7 +4,6 @@ Distributions offer commands as entry points of the group `tokenlake.commands`.
 """
 
 import difflib
-import os
 import re
 import signal
 import sys
@@ -13,8 +12,6 @@ from importlib.metadata import EntryPoint, entry_points, requires, version
 from typing import NoReturn
 
 GROUP = "tokenlake.commands"
-COMPLETE_VARIABLE = "_TOKENLAKE_COMPLETE"
-"""A shell that completes a command line sets this variable (`tokenlake completion`)."""
 
 # The one-line help of the commands is listed here, because loading a command to get its help may need extras that are
 # not installed.
@@ -23,8 +20,6 @@ GROUPS = {
         "serve": "run the daemon of this node",
         "config": "show each setting, its value and where it came from; the sizes of known models",
         "ca": "make a certificate authority, and certificates of nodes",
-        "disk": "look at a directory of the disk tier, verify or remove it",
-        "completion": "print the script that completes commands in a shell",
     },
     "watch": {
         "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
@@ -37,7 +32,7 @@ GROUPS = {
     "change": {
         "drain": "let a node hand its segments over, leave the cluster and end",
         "remove": "remove a node that is gone for good from the ring",
-        "evict": "evict segments by key, layout or tenant",
+        "evict": "evict segments by key, size or tenant",
     },
     "try": {
         "demo": "run three daemons and two engines on this machine, with and without the pool",
@@ -60,8 +55,6 @@ def main() -> NoReturn:
     """Run the `tokenlake` command and exit with the status of the command that it found; 2 for a usage error or a
     missing extra."""
     commands = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if COMPLETE_VARIABLE in os.environ and "completion" in commands:
-        sys.argv[1:] = ["completion"]
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(_listing(commands))
         sys.exit(0)

@@ -28,9 +28,8 @@ from tokenlake_bench.report import format_duration, format_share, table, write_j
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 from tokenlake_client import Deadlines, Pool
-from tokenlake_server.disk.directory import survey
-from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.disk_keys import keys_on_disk
 
 MEMORY, REGION = "4MiB", "1MiB"
 """Of each node: about 500 segments, fewer than those of its open conversations."""
@@ -196,7 +195,7 @@ def _restart(
         status = node.stop()
         if status and signal == "SIGTERM":
             raise Unreachable(f"{node.name} ended with status {status}: {node.log.read_text()[-2000:]}")
-    synced = [_indexed(Path(node.settings["disk"])) for node in nodes]
+    synced = [keys_on_disk(Path(node.settings["disk"])) for node in nodes]
     began = time.monotonic()
     for node in nodes:
         node.start()
@@ -258,15 +257,6 @@ def _read_one(pool: Pool, key: SegmentKey, digest: bytes, found: _Found, began: 
                 found.first_hit_s = time.monotonic() - began
             return True
     return False
-
-
-def _indexed(directory: Path) -> list[SegmentKey]:
-    """The segments in the index of a disk that no daemon uses."""
-    files = DirectoryFiles(directory, lock=False)
-    try:
-        return [SegmentKey(record["key"].tobytes()) for slab in survey(files) for record in slab.stored]
-    finally:
-        files.close()
 
 
 def _which(restart: Restart) -> str:

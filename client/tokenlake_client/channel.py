@@ -17,7 +17,6 @@ from pathlib import Path
 from tokenlake.errors import DeadlinePassed, LimitReached, TokenLakeError, Unreachable
 from tokenlake.wire import HEADER_BYTES, pack_frame
 from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, Welcome, reply_decoder
-from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.refusals import error_of
 from tokenlake_client.shared_socket import Awaited, SharedSocket
 
@@ -45,23 +44,11 @@ class Channel(SharedSocket[EngineReply, Pending]):
     """Requests and replies over one connection to the daemon. Thread-safe. All calls raise `Unreachable` once the
     connection is broken."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        path: Path,
-        on_end: Callable[[], None],
-        deadlines: Deadlines = DEFAULT_DEADLINES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, path: Path, on_end: Callable[[], None]) -> None:
         """Takes over `sock`, which is connected to the daemon that listens at `path`. `on_end` is called once the
         connection is broken, from the thread that notices it."""
-        super().__init__(
-            sock,
-            f"the daemon at {path}",
-            reply_decoder,
-            max_reply=MAX_FRAME,
-            unsent_bytes=UNSENT_BYTES,
-            wakeup_s=deadlines.wakeup_s,
-        )
+        peer = f"the daemon at {path}"
+        super().__init__(sock, peer, reply_decoder, max_reply=MAX_FRAME, unsent_bytes=UNSENT_BYTES)
         self.path = path
         self._on_end = on_end
         self._ids = itertools.count(1)

@@ -35,17 +35,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for calls that reserve or commit slots, and for mapping a memory region that this process writes. The
     deadline is long, because engines store in the background: a wait delays no request, and a store that fails loses
     computed cache."""
-    view_s: float = 1.5
-    """Seconds for `open_view`: longer than the query engine waits for the query engines of other nodes."""
-    query_s: float = 2.0
-    """Seconds for `query`: attention of one layer over the segments of all views."""
     grace_s: float = 0.030
     """Seconds that the client waits beyond the deadline of a match, fetch, view or query. The daemon or the query
     engine answers these calls at the deadline, with the results that it has by then, and the answer takes this time to
     arrive."""
-    wakeup_s: float = 0.1
-    """Seconds that a caller waits beyond its deadline when the answer lies in the socket and another thread is about to
-    read it: the threads of a busy process are scheduled late."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -19,7 +19,7 @@ from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.match_deadline import match_deadline_s
 from tokenlake_client.arguments import packed
 from tokenlake_client.arguments import seconds as check_seconds
-from tokenlake_client.heartbeat import HeartbeatThread, PendingHeartbeat
+from tokenlake_client.heartbeat import HeartbeatThread
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import DEFAULT_MATCH, MatchOptions, PendingMatch
 from tokenlake_client.pool_state import PoolState
@@ -30,7 +30,7 @@ from tokenlake_client.write import Reservation, Write, prepare, store
 class EngineCalls:
     """The calls of an engine, beside those of its `Pool`. Thread-safe.
 
-    - Without waiting: `begin_match`, `begin_heartbeat`, `mark_in_flight`.
+    - Without waiting: `begin_match`, `mark_in_flight`.
     - Ranks: one process opens the `session` and leases (`Lease.ids`) or reserves (`reserve`); the others join the
       session (`Pool.connect`) and use `attach` and `attach_write`.
     - Layer by layer: `init_transfer`. For routers: `contents`.
@@ -53,11 +53,6 @@ class EngineCalls:
         self._grants.sweep()
         deadline_s = match_deadline_s(state.deadlines.match_s, len(keys)) if deadline_s is None else deadline_s
         return PendingMatch(state, keys, state.request_name(options.request), options, deadline_s)
-
-    def begin_heartbeat(self) -> PendingHeartbeat:
-        """Send a heartbeat without waiting for its reply. For callers of a match that waits for another engine: the
-        daemon does not answer the match meanwhile, and a heartbeat shows that it is alive. Raises `Unreachable`."""
-        return PendingHeartbeat(self._grants.open_link)
 
     def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with

@@ -30,9 +30,6 @@ from tokenlake_client.link import Link
 
 log = logging.getLogger(__name__)
 
-END = (1 << 32) - 1
-"""An index beyond the last item of every lease: releases from an item to END cover all items after it."""
-
 
 class LeaseHold:
     """The items (segments) of a lease that one `Lease` object holds: each item until it is released and no array over
@@ -431,7 +428,7 @@ class Grants:
     def _release_unheld(self, lease: int) -> None:
         holds = self._leases.get(lease)
         if not holds:
-            self._releases[False].append((lease, 0, END))
+            self._releases[False].append((lease, 0, engine.MAX_KEYS))
         elif len(holds[0].pins):
             free = ~np.logical_or.reduce([hold.held() for hold in holds])
             self._queue(holds[0], 0, free, np.logical_or.reduce([hold.read for hold in holds]))
@@ -459,15 +456,14 @@ class Grants:
                     self._aborts.pop()
                 # The items that were not read are mostly the deepest ones, which are given back first.
                 for read, ranges in self._releases.items():
-                    while ranges:
-                        sent = tuple(ranges[: engine.MAX_RANGES])
+                    for sent in engine.releasable(ranges):
                         took = [(lease, *self._took[lease]) for lease, _, _ in sent if lease in self._took]
                         uncounted = self._uncounted.intersection(lease for lease, _, _ in sent)
                         channel.tell(engine.Release(sent, read, tuple(dict.fromkeys(took)), tuple(uncounted)))
                         for lease, *_ in took:
                             self._took.pop(lease, None)
                         self._uncounted -= uncounted
-                        del ranges[: engine.MAX_RANGES]
+                    ranges.clear()
             except TokenLakeError as error:
                 log.debug("leases and writes could not be given back yet: %s", error)
 

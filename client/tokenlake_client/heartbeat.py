@@ -152,16 +152,3 @@ class HeartbeatThread(threading.Thread):
         if link.life != previous.life:
             previous.detach()
         log.warning("connected again to the daemon of node %s at %s", link.node, link.channel.path)
-
-
-class PendingHeartbeat:
-    """A heartbeat that was sent and whose reply is awaited. For one thread."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._pending = link.channel.begin(engine.Heartbeat)
-
-    def poll(self) -> bool:
-        """True if the daemon has answered the heartbeat. Never waits. Raises `Unreachable` when the connection has
-        ended."""
-        return self._link.channel.poll(self._pending) is not None

@@ -19,6 +19,7 @@ from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.wire import Code
 from tokenlake.wire.engine import (
     HERE,
+    MAX_CHANGED,
     MAX_FETCHED,
     MAX_KEYS,
     Corrupt,
@@ -268,11 +269,13 @@ class Lease:
             hold.took = first, last, saved_s * share
 
     def hint(self, hints: Hints) -> None:
-        """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too.
-        Never waits, never raises."""
+        """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too,
+        and only these where another process made the lease. Never waits, never raises."""
         with contextlib.suppress(TokenLakeError):
-            for hold, _, _ in self._spans(0, self.hits):
-                self._grants.current(self.link).channel.tell(Hint(b"", hints, hold.id))
+            channel = self._grants.current(self.link).channel
+            for hold, end in zip(self._holds, self._ends, strict=True):
+                for start in range(end - len(hold.pins), end, MAX_CHANGED):
+                    channel.tell(Hint(b"".join(self.keys[start : min(end, start + MAX_CHANGED)]), hints, hold.id))
 
     def release(self, start: int = 0, stop: int | None = None, *, counted: bool = True) -> None:
         """Release the leased segments `start` to `stop` (default: all). `counted`: False if the engine matches the same

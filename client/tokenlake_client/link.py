@@ -199,7 +199,7 @@ class Connector:
         `LimitReached`.
         """
         sock, path = dial(self.path, self.daemon_uid, self.deadlines.dial_s)
-        channel = Channel(sock, path, self.on_end, self.deadlines)
+        channel = Channel(sock, path, self.on_end)
         try:
             pending = channel.begin(self._hello(session, resume, incarnation))
             welcome = Link.expect(channel.wait(pending, self.deadlines.connect_s), engine.Welcome)

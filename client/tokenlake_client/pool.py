@@ -17,7 +17,7 @@ from tokenlake.keys import Prefix, Salt, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
-from tokenlake.wire.engine import MAX_KEYS
+from tokenlake.wire.engine import MAX_CHANGED
 from tokenlake_client.arguments import packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
@@ -221,8 +221,8 @@ class Pool:
         if not isinstance(hints, Hints):
             raise ValueError(f"argument 'hints' is {hints!r}; expected hints")
         with contextlib.suppress(TokenLakeError):
-            for start in range(0, len(keys), MAX_KEYS):
-                self.link.channel.tell(engine.Hint(packed(keys[start : start + MAX_KEYS]), hints))
+            for start in range(0, len(keys), MAX_CHANGED):
+                self.link.channel.tell(engine.Hint(packed(keys[start : start + MAX_CHANGED]), hints))
 
     # -- life
 

@@ -42,6 +42,10 @@ from tokenlake_client.refusals import error_of
 
 log = logging.getLogger(__name__)
 
+VIEW_S = 1.5
+"""Default deadline of `open_view` in seconds: longer than the query engine waits for those of other nodes."""
+QUERY_S = 2.0
+"""Default deadline of `query` in seconds: attention of one layer over the segments of all views."""
 LEAST_BYTES = 64 << 10
 FREE_BUFFERS = 8
 """Limit of the closed buffers whose memory is kept for later batches; the memory of further ones is freed."""
@@ -217,16 +221,16 @@ class Queries:
         """The pool's layout. Raises `LayoutRefused` for an opaque one."""
         return understood(self._layout)
 
-    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float | None = None) -> View:
+    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
         """A view of the first `MAX_KEYS` segments of `lease`, for queries of `heads` heads; logits are `scale` x
-        query . key. `deadline_s`: by default `Deadlines.view_s`.
+        query . key.
 
         The view takes the lease over. Raises `LayoutRefused` for values that no view can have, `Unreachable` (no query
         engine, or the lease has ended), `DeadlinePassed`, and the refusal of the query engine; the lease stays the
         caller's then.
         """
         understood(self._layout)
-        deadline_s = self._deadlines.view_s if deadline_s is None else seconds("deadline_s", deadline_s)
+        seconds("deadline_s", deadline_s)
         link = self._connected()
         link.check()
         self._sweep(link)
@@ -291,14 +295,14 @@ class Queries:
             return QueryBuffer(self, None, parts, dtype)
         return buffer
 
-    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float | None = None) -> Ticket:
+    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float = QUERY_S) -> Ticket:
         """Send the queries that are in `buffer.queries` now, for `layer`. Parts without a result after `deadline_s`
-        (default: `Deadlines.query_s`) are LOST. Never blocks. Raises `LayoutRefused` for a layer that the layout lacks,
+        are LOST. Never blocks. Raises `LayoutRefused` for a layer that the layout lacks,
         and `ValueError` for a deadline that is negative or not finite."""
         layer, link = operator.index(layer), buffer.link
         if not 0 <= layer < self.layout.layers:
             raise LayoutRefused(f"layer is {layer}; expected 0 to {self.layout.layers - 1}")
-        deadline_s = self._deadlines.query_s if deadline_s is None else seconds("deadline_s", deadline_s)
+        seconds("deadline_s", deadline_s)
         if buffer.spent:
             return Ticket(buffer, None, 0.0, 0.0)
         buffer.attempt += 1
@@ -383,7 +387,7 @@ class Queries:
             channel_link.expect(channel_link.wait(pending), engine.QueryOpened)
             if pending.descriptor is None:
                 raise ProtocolRefused("the daemon sent no descriptor of a connection to its query engine")
-            self._link = QueryLink(socket.socket(fileno=pending.descriptor), self._deadlines)
+            self._link = QueryLink(socket.socket(fileno=pending.descriptor))
             self._free.clear()
             self._in_use.clear()
             return self._link

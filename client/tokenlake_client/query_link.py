@@ -13,7 +13,6 @@ from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import pack_frame
 from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_reply_decoder
-from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.shared_socket import Awaited, SharedSocket
 
 log = logging.getLogger(__name__)
@@ -42,16 +41,10 @@ class QueryLink(SharedSocket[QueryReply, Expected]):
     """A connection to the query engine of this node. Thread-safe. `send` raises `Unreachable` once the connection has
     ended; `wait` never raises."""
 
-    def __init__(self, sock: socket.socket, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         """Makes the connection from `sock`, which is connected to the query engine; the object owns it from now on."""
-        super().__init__(
-            sock,
-            "the query engine",
-            query_reply_decoder,
-            max_reply=MAX_FRAME,
-            unsent_bytes=UNSENT_BYTES,
-            wakeup_s=deadlines.wakeup_s,
-        )
+        peer = "the query engine"
+        super().__init__(sock, peer, query_reply_decoder, max_reply=MAX_FRAME, unsent_bytes=UNSENT_BYTES)
         self.late_views: deque[int] = deque()
         """The numbers of views that the query engine opened after their caller had given up."""
 

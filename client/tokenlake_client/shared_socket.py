@@ -34,6 +34,9 @@ from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 READ_BYTES = 64 << 10
 """Bytes that one read of the socket may return. From 128 KiB on Python would map and unmap memory for each read, which
 costs more than the read."""
+WAKEUP_S = 0.1
+"""Seconds that a caller waits beyond its deadline for a reply that lies in the socket and that another thread is about
+to read: the threads of a busy process are scheduled late."""
 
 Reply = TypeVar("Reply")
 
@@ -68,18 +71,15 @@ class SharedSocket(ABC, Generic[Reply, Request]):
         *,
         max_reply: int,
         unsent_bytes: int,
-        wakeup_s: float,
     ) -> None:
         """Takes over `sock`, which is connected. `peer` names the other side in errors. `max_reply`: the limit of the
-        bytes of a reply. While more than `unsent_bytes` wait to be sent, further messages are refused. A caller waits
-        `wakeup_s` seconds beyond its deadline for a reply that lies in the socket."""
+        bytes of a reply. While more than `unsent_bytes` wait to be sent, further messages are refused."""
         self._sock = sock
         self._sock.setblocking(False)
         self._peer = peer
         self._replies = decoder
         self._frames = FrameDecoder(max_reply)
         self._unsent_bytes = unsent_bytes
-        self._wakeup_s = wakeup_s
         self._waiting: dict[Hashable, Request] = {}
         self._descriptors = ReceivedDescriptors()
         self._changed = threading.Condition()
@@ -187,7 +187,7 @@ class SharedSocket(ABC, Generic[Reply, Request]):
                 # Data has arrived that the reading thread has not read, because the whole process stood still: wait a
                 # little longer for that thread.
                 with self._changed:
-                    self._changed.wait_for(lambda: request.done or not self._reading, self._wakeup_s)
+                    self._changed.wait_for(lambda: request.done or not self._reading, WAKEUP_S)
                 wait_s = 0.0
                 continue
             if not left:

@@ -258,7 +258,7 @@ class _Connector(Connector):
     daemon: MemoryDaemon = field(kw_only=True)
 
     def connect(self, session: SessionId, resume: int = 0, incarnation: int = 0) -> Link:
-        channel = _Channel(self.daemon, self.on_end, self.deadlines)
+        channel = _Channel(self.daemon, self.on_end)
         hello = self._hello(session, resume, incarnation)
         try:
             welcome = Link.expect(channel.call(hello, self.deadlines.connect_s), engine.Welcome)
@@ -271,9 +271,9 @@ class _Connector(Connector):
 class _Channel(Channel):
     """A connection to a `MemoryDaemon`. Messages take the form that they have on the wire, and no socket."""
 
-    def __init__(self, daemon: MemoryDaemon, on_end: Callable[[], None], deadlines: Deadlines) -> None:
+    def __init__(self, daemon: MemoryDaemon, on_end: Callable[[], None]) -> None:
         ours, self._other_end = socket.socketpair()
-        super().__init__(ours, PATH, on_end, deadlines)
+        super().__init__(ours, PATH, on_end)
         self._daemon = daemon
         self.number = 0
         self.layout: AnyLayout

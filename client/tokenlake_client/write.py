@@ -15,7 +15,7 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.wire import Code
-from tokenlake.wire.engine import MAX_KEYS, Commit, Committed, Prepare, Prepared
+from tokenlake.wire.engine import MAX_CHANGED, Commit, Committed, Prepare, Prepared
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_client.arguments import index, packed, seconds
 from tokenlake_client.checksums import copy_with_checksums, shard_checksums
@@ -77,7 +77,7 @@ def prepare(
     contents: Sequence[bytes],
 ) -> tuple[Link, Prepared]:
     """Ask the daemon for slots. Returns the link and the daemon's answer, with a code for each of `keys`: those that
-    one request cannot name, which are far more than it reserves slots for, get SESSION_LIMIT. Raises `Unreachable`."""
+    one request cannot name get SESSION_LIMIT. Raises `Unreachable`."""
     index("first", first)
     state.grants.sweep()
     name = state.request_name(request)
@@ -91,9 +91,9 @@ def prepare(
 
 
 def that_fit(keys: Sequence[SegmentKey], contents: Sequence[bytes]) -> int:
-    """The number of segments that one request names: at most `MAX_KEYS`, with contents of `MAX_CONTENT_BYTES`, and at
-    least one."""
-    left, count = MAX_CONTENT_BYTES, min(len(keys), MAX_KEYS)
+    """The number of segments that one request names: at most `MAX_CHANGED`, with contents of `MAX_CONTENT_BYTES`, and
+    at least one."""
+    left, count = MAX_CONTENT_BYTES, min(len(keys), MAX_CHANGED)
     for at, content in enumerate(contents[:count]):
         left -= len(content)
         if left < 0 and at:

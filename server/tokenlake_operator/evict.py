@@ -45,10 +45,6 @@ class _Size(click.ParamType[int]):
     multiple=True,
     help="Evict the segment with this key (hexadecimal). May be repeated; - reads keys from standard input.",
 )
-@click.option(
-    "--layout",
-    help="Evict the segments of the layout whose fingerprint begins so; an engine with the layout must be connected.",
-)
 @click.option("--segment-bytes", type=_Size(), help="Evict the segments of this size, such as 1MiB or 1048576.")
 @click.option("--everywhere", is_flag=True, help="Evict at every node that can be asked; default: only at one.")
 @click.option("--yes", is_flag=True, help="Evict without the question; needed where there is no terminal.")
@@ -58,23 +54,22 @@ def evict(
     tenant: str,
     everything: bool,
     keys: tuple[str, ...],
-    layout: str | None,
     segment_bytes: int | None,
     everywhere: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Evict segments: those of keys, those of one layout (or of its size), or all of a tenant.
+    """Evict segments: those of keys, those of one size, or all of a tenant.
 
     A segment that is evicted ends its prompt: those behind it are found no more. Segments that an engine reads leave
     when it has released them; those that are being written stay.
     """
-    if sum(map(bool, (everything, keys, layout, segment_bytes))) != 1:
-        raise click.UsageError("expected one of --all, --segment, --layout and --segment-bytes")
+    if sum(map(bool, (everything, keys, segment_bytes))) != 1:
+        raise click.UsageError("expected one of --all, --segment and --segment-bytes")
     wanted = _keys(keys)
     with reach_all(target, alone=not everywhere) as (nodes, silent):
         _check_tenant(nodes, tenant)
-        size = _size(nodes, layout) if layout else segment_bytes or 0
+        size = segment_bytes or 0
         if not keys and not yes:
             what = f"all segments of {size} bytes" if size else "all segments"
             owner = f"tenant '{tenant}'" if tenant else "the tenant"
@@ -148,17 +143,3 @@ def _keys(texts: Iterable[str]) -> list[SegmentKey]:
                 raise click.UsageError(f"{line!r} is no key: expected {2 * KEY_BYTES} hexadecimal digits")
             found.append(SegmentKey(key))
     return found
-
-
-def _size(nodes: Iterable[Node], fingerprint: str) -> int:
-    """The bytes of a segment of the layout whose fingerprint begins so. Raises `click.ClickException`."""
-    layouts = {
-        each.layout.fingerprint.hex(): each.layout.segment_bytes for node in nodes for each in node.control.engines()
-    }
-    sizes = {size for name, size in layouts.items() if name.startswith(fingerprint.lower())}
-    if len(sizes) != 1:
-        known = ", ".join(sorted(layouts)) or "none"
-        raise click.ClickException(
-            f"{len(sizes)} layouts of connected engines begin with {fingerprint!r}; their fingerprints: {known}"
-        )
-    return sizes.pop()

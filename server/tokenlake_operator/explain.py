@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
-import msgspec
 
 from tokenlake import errors
 from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, Unreachable
@@ -24,6 +23,7 @@ from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed
 from tokenlake.wire.local_socket import first_reachable
 from tokenlake_client.dial import dial
+from tokenlake_operator.plain import plain
 from tokenlake_operator.prompt_text import Prompt
 from tokenlake_operator.reaching import ENGINES_SUFFIX, SUFFIX, Target, operates
 from tokenlake_server.bulk.blocking_sockets import read_frame
@@ -185,27 +185,10 @@ def _explained(answer: admin_pb2.ExplainResponse) -> Explanation:
     """The answer of a control plane."""
     if not answer.HasField("funnel"):
         return Explanation(None, tuple(answer.names))
-    found = answer.funnel
-    return Explanation(
-        Funnel(
-            found.request,
-            found.node,
-            found.age_s,
-            found.segment_tokens,
-            found.ideal,
-            found.here,
-            tuple(found.elsewhere.items()),
-            found.fetched,
-            found.supplied,
-            found.held,
-            tuple(Missed(each.reason, each.tokens, each.detail) for each in found.missed),
-            found.engine_had,
-            found.leaves_at if found.HasField("leaves_at") else None,
-            found.recent,
-            found.alone,
-        ),
-        (),
-    )
+    fields = plain(answer.funnel)
+    fields["elsewhere"] = tuple(fields["elsewhere"].items())
+    fields["missed"] = tuple(Missed(**each) for each in fields["missed"])
+    return Explanation(Funnel(**fields), ())
 
 
 def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
@@ -227,7 +210,7 @@ def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
 
 def _print(funnel: Funnel, as_json: bool, prompt: Prompt | None) -> None:
     if as_json:
-        click.echo(json.dumps(_plain(funnel)))
+        click.echo(json.dumps(funnel.plain()))
         return
     rows = [(name, f"{tokens:,}", detail) for name, tokens, detail in _rows(funnel)]
     print_rows(("request", "tokens", ""), rows, f"{funnel.request}, {funnel.age_s:.1f} s ago")
@@ -247,11 +230,3 @@ def _parting(funnel: Funnel, prompt: Prompt | None) -> Iterator[str]:
             f"{funnel.alone:,} of the {funnel.recent:,} newest requests begin with a segment that no other one has: "
             f"their prompts differ within the first {funnel.segment_tokens} tokens"
         )
-
-
-def _plain(funnel: Funnel) -> dict[str, object]:
-    return {
-        **msgspec.structs.asdict(funnel),
-        "elsewhere": dict(funnel.elsewhere),
-        "missed": [msgspec.structs.asdict(missed) for missed in funnel.missed],
-    }

@@ -195,7 +195,6 @@ def operates(command: Callable[..., Any], socket_help: str = "Path of the contro
         click.option(
             "--node",
             envvar=f"{OPERATOR_PREFIX}NODE",
-            shell_complete=_complete_node,
             help="Name of a daemon of this machine, or the HOST:PORT of the control plane of another one.",
         ),
         click.option(
@@ -309,13 +308,6 @@ def _why(places: Sequence[str], failures: Sequence[tuple[str, Unreachable]]) -> 
         f"{text}; start one with `tokenlake serve`, name its file with --config, or give --node HOST:PORT (its setting "
         "'control') with a certificate. A daemon without `pip install 'tokenlake[control]'` has no control plane"
     )
-
-
-def _complete_node(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The names of the daemons of this machine, for the shell."""
-    places = [each.removesuffix(".sock") + SUFFIX for each in sockets_to_try(os.environ, "local", os.geteuid())]
-    names = [PurePosixPath(each).stem.removeprefix(PREFIX) for each in _beside(places)]
-    return [name for name in names if name.startswith(incomplete)]
 
 
 # -- daemons of other machines

@@ -127,10 +127,13 @@ class PoolState(NamedTuple):
     slot_bytes: int
     regions: int
     slots: int
-    free: int
-    quarantined: int
-    counts: dict[Kind, int]
-    """Segments by kind."""
+    free_slots: int
+    quarantined_slots: int
+    segments: dict[Kind, int]
+
+    def plain(self) -> dict[str, Any]:
+        """The fields by name, as the control plane has them."""
+        return {**self._asdict(), "segments": {kind.name.lower(): count for kind, count in self.segments.items()}}
 
 
 class Snapshot:
@@ -214,7 +217,7 @@ class Snapshot:
         regions = core.store.regions
         used: Counter[str] = Counter()
         for pool in self.pools:
-            used[pool.tenant] += (sum(pool.counts.values()) + pool.quarantined) * pool.slot_bytes
+            used[pool.tenant] += (sum(pool.segments.values()) + pool.quarantined_slots) * pool.slot_bytes
         for tenant in map(TenantId, dict.fromkeys([*core.config.quotas, *used])):
             self.gauges += (
                 Level(QUOTA, (tenant,), regions.quota(tenant)),
@@ -227,9 +230,9 @@ class Snapshot:
         self.gauges += (
             Level(REGIONS, at, pool.regions),
             Level(SLOTS, at, pool.slots),
-            Level(FREE_SLOTS, at, pool.free),
-            Level(QUARANTINED, at, pool.quarantined),
-            *(Level(SEGMENTS, (*at, kind.name.lower()), pool.counts[kind]) for kind in Kind),
+            Level(FREE_SLOTS, at, pool.free_slots),
+            Level(QUARANTINED, at, pool.quarantined_slots),
+            *(Level(SEGMENTS, (*at, kind.name.lower()), pool.segments[kind]) for kind in Kind),
         )
 
 

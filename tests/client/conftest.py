@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.robustness.live import LAYOUT, daemons, total, wait_until
+from tests.robustness.live import LAYOUT, census, daemons, total, wait_until
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 
@@ -37,5 +37,5 @@ def pool(shared: Cluster) -> Iterator[Pool]:
     """A pool at `shared` that leaves nothing behind."""
     with shared.connect(0, LAYOUT) as pool:
         yield pool
-    wait_until(lambda: total(shared.nodes[0], "tokenlake_processes") == 0, "the daemon processed Bye")
+    wait_until(lambda: census(shared.nodes[0]) == 0, "the daemon processed Bye")
     assert total(shared.nodes[0], "tokenlake_quarantined_slots") == 0

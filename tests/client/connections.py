@@ -94,7 +94,7 @@ class ScriptedDaemon:
 def scripted_link() -> Iterator[tuple[Link, ScriptedDaemon]]:
     """A link and the other end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel = Channel(ours, Path("scripted"), lambda: None, PATIENT)
+    channel = Channel(ours, Path("scripted"), lambda: None)
     welcome = engine.Welcome(0, 1, "node", 1, 1, 1, "tenant", b"secret", b"", 3600.0, MAX_FRAME)
     with theirs:
         yield Link(channel, welcome, PATIENT), ScriptedDaemon(theirs)

@@ -10,12 +10,12 @@ from types import ModuleType
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told, wait_until
+from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_told
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.planner import PrefixTree, Request, Way, grow
+from tokenlake.planner import PrefixTree, Request, Way
 from tokenlake_client import Pool
 from tokenlake_client.control import Certificates, Control, ControlPlane
 from tokenlake_testing.cluster import Cluster
@@ -153,43 +153,6 @@ def test_the_example_scheduler(three: Cluster, example: ModuleType) -> None:
     finally:
         for pool in pools:
             pool.close()
-
-
-def test_a_plan_counts_the_time_on_disks(tmp_path: Path) -> None:
-    """Memory holds a third of the prompts; the others are on the disk of the first node. Each node is asked."""
-    prompts = [Prompt(seed, 12) for seed in range(60)]
-    with daemons(2) as cluster:
-        node = cluster.nodes[0]
-        node.stop()
-        node.settings |= {"disk": str(tmp_path), "disk-writes-per-day": "0"}
-        node.start()
-        cluster.wait_ready()
-        node.wait_disk()
-        instances = {"i": NodeId(node.name)}
-        with cluster.connect(0, LAYOUT) as pool:
-            for prompt in prompts:
-                pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=PATIENT_S)
-            requests = [ask(pool, prompt, str(number)) for number, prompt in enumerate(prompts)]
-        for asked in cluster.nodes:
-            with local(asked) as control:
-                plane = ControlPlane(control, LAYOUT, instances, SHAPE)
-
-                def on_disk(plane: ControlPlane = plane) -> PrefixTree | None:
-                    for request in requests:
-                        tree = plane.get_prefix_tree([request])
-                        if any(each.disk_s for each in tree.sequences):
-                            return tree
-                    return None
-
-                wait_until(lambda: on_disk() is not None, "a prefix is on disk")
-                tree = on_disk()
-                assert tree is not None
-                memory = grow(tree.requests, tree.owners(), SEGMENT_TOKENS)
-                (plan,), (fast,) = (plane.gen_plans([[0]], [1], each).query_plans for each in (tree, memory))
-                assert plan.seconds > fast.seconds
-                assert plan.seconds == pytest.approx(fast.seconds + sum(each.disk_s for each in tree.sequences))
-                assert Way.FETCH in [each.way for each in plan.decisions]
-                assert plane.get_prefix_tree().disk_s().keys() >= tree.disk_s().keys()
 
 
 def test_a_certificate_that_cannot_be_read_is_a_wrong_setting(tmp_path: Path) -> None:

@@ -17,49 +17,23 @@ from tests.robustness.live import (
     PATIENT,
     PATIENT_S,
     Prompt,
+    census,
     daemons,
     match,
     outcomes,
     read,
     store,
-    total,
     wait_until,
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
 from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
-from tokenlake_client.grants import END, Grants, LeaseHold, closed_with_arrays
+from tokenlake_client.grants import Grants, LeaseHold, closed_with_arrays
 from tokenlake_client.write import Write
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
-
-
-def processes(cluster: Cluster) -> float:
-    """Processes that may access the daemon's arena."""
-    return total(cluster.nodes[0], "tokenlake_processes")
-
-
-def test_nothing_is_granted_after_close(cluster: Cluster) -> None:
-    """After Bye the daemon may reuse the slots that this process held."""
-    prompt = Prompt(1, 8)
-    pool = cluster.connect(0, LAYOUT)
-    store(pool, prompt)
-    read(pool, prompt)
-    lease = match(pool, prompt)
-    pool.close()
-    wait_until(lambda: processes(cluster) == 0, "the daemon processed Bye")
-    fill_from_another_pool(cluster)
-    for attempt in (
-        lease.fetch,
-        lambda: lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8)]),
-        lambda: pool.match([]),
-        lambda: pool.store(pool.prefix(prompt.tokens).keys),
-    ):
-        with pytest.raises(Unreachable, match="closed"):
-            attempt()
-    lease.release()
 
 
 def sessions(cluster: Cluster) -> float:
@@ -76,14 +50,19 @@ def test_a_closed_pool_leaves_with_its_last_array(cluster: Cluster) -> None:
     pool.close()
     pool.close()
     wait_until(lambda: cluster.nodes[0].metrics()['tokenlake_map_entries{map="leases"}'] == 1, "it keeps the lease")
-    for attempt in (lease.fetch, lambda: pool.match([]), lambda: pool.store(pool.prefix(prompt.tokens).keys)):
+    for attempt in (
+        lease.fetch,
+        lambda: lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8)]),
+        lambda: pool.match([]),
+        lambda: pool.store(pool.prefix(prompt.tokens).keys),
+    ):
         with pytest.raises(Unreachable, match="closed"):
             attempt()
     fill_from_another_pool(cluster)
     assert prompt.wrong(arrays) == 0
-    assert (sessions(cluster), processes(cluster)) == (1, 1)
+    assert (sessions(cluster), census(cluster.nodes[0])) == (1, 1)
     del arrays
-    wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+    wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
     lease.release()
 
 
@@ -97,7 +76,7 @@ def test_a_closed_pool_leaves_with_its_last_write(cluster: Cluster) -> None:
         prompt.fill(index, array)
     assert set(write.commit()) == {Code.COMMITTED}
     del write, array
-    wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+    wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
 
 
 def test_a_closed_pool_waits_for_the_answer_to_a_commit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +109,7 @@ def test_a_closed_pool_outlives_a_broken_connection(cluster: Cluster) -> None:
     fill_from_another_pool(cluster)
     assert prompt.wrong(arrays) == 0
     del arrays
-    wait_until(lambda: (sessions(cluster), processes(cluster)) == (0, 0), "it left")
+    wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
 
 
 def test_a_closed_pool_leaves_a_dead_daemon() -> None:
@@ -198,7 +177,7 @@ def test_close_while_another_thread_fetches(cluster: Cluster) -> None:
             rounds_with_arrays += bool(arrays)
             kept.append(arrays)
         refill(other)
-        assert processes(cluster) >= 1 + rounds_with_arrays, "the daemon does not know of an array"
+        assert census(cluster.nodes[0]) >= 1 + rounds_with_arrays, "the daemon does not know of an array"
         for arrays in kept:
             assert prompt.wrong(arrays) == 0
 
@@ -262,26 +241,6 @@ def test_a_late_attach_to_a_lease_of_this_process(cluster: Cluster) -> None:
         assert read(pool, prompt) == 0, "nothing stayed leased"
 
 
-def test_a_lease_ends_with_its_last_holder(cluster: Cluster) -> None:
-    prompt = Prompt(5, 8)
-    with cluster.connect(0, LAYOUT) as pool:
-        store(pool, prompt)
-        first = match(pool, prompt)
-        second = pool.engine.attach(*first.ids)
-        first.release()
-        fill_from_another_pool(cluster)
-        arrays = second.fetch()
-        assert len(arrays) == 8
-        assert prompt.wrong(arrays) == 0
-        second.release()
-        fill_from_another_pool(cluster)
-        assert prompt.wrong(arrays) == 0, "a live array keeps its segments leased"
-        del arrays
-        answers(pool)
-        fill_from_another_pool(cluster)
-        assert read(pool, prompt) == 0
-
-
 def test_a_write_ends_with_its_last_holder(cluster: Cluster) -> None:
     """After an attach with a late reply, one holder releases the reservation while another one of the same process
     still fills the write."""
@@ -321,7 +280,8 @@ def test_a_release_waits_for_an_attach() -> None:
         with grants.attaching(lease, PATIENT_S, write=False):
             grants.release(hold, 0, 4)
             assert daemon.received() == [engine.Attach(1, lease)]
-        assert daemon.received() == [engine.Release(((lease, 0, END),))]
+        sent = engine.releasable([(lease, 0, engine.MAX_KEYS)])
+        assert daemon.received() == [engine.Release(part) for part in sent]
 
 
 def test_an_attach_that_is_not_sent_keeps_no_lease() -> None:

@@ -27,11 +27,11 @@ from tests.robustness.live import (
     PATIENT,
     Prompt,
     accounted,
+    census,
     match,
     outcomes,
     read,
     store,
-    total,
     wait_until,
 )
 from tests.robustness.matrix.proxy import Cut
@@ -45,11 +45,6 @@ pytestmark = pytest.mark.live
 
 OTHER = Layout(**(msgspec.structs.asdict(LAYOUT) | {"model_id": "another"}))
 PROMPT = Prompt(1, 8)
-
-
-def processes(cluster: Cluster) -> float:
-    """Processes that may access the daemon's arena."""
-    return total(cluster.nodes[0], "tokenlake_processes")
 
 
 def test_a_process_without_free_descriptors_connects_again_later(
@@ -104,7 +99,7 @@ def test_a_restarted_daemon(cluster: Cluster, how: str) -> None:
         lease.release()
         assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
         assert read(pool, prompt) == 4
-    wait_until(lambda: total(node, "tokenlake_processes") == 0, "closed")
+    wait_until(lambda: census(node) == 0, "closed")
 
 
 def test_a_process_without_free_threads(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +112,7 @@ def test_a_process_without_free_threads(cluster: Cluster, monkeypatch: pytest.Mo
         patch.setattr(threading.Thread, "start", refused)
         with pytest.raises(LimitReached, match="heartbeat cannot be started: can't start new thread"):
             cluster.connect(0, LAYOUT)
-    wait_until(lambda: total(cluster.nodes[0], "tokenlake_processes") == 0, "the session has ended")
+    wait_until(lambda: census(cluster.nodes[0]) == 0, "the session has ended")
     with cluster.connect(0, LAYOUT) as pool:
         assert outcomes(store(pool, Prompt(1, 2))) == {Code.COMMITTED}
 
@@ -137,7 +132,7 @@ def test_a_session_goes_on_after_its_connection_broke(cluster: Cluster) -> None:
             lease.release(3)  # The message may be lost with the connection.
             reconnected(pool, link)
         assert pool.engine.session == session
-        assert total(node, "tokenlake_processes") == 1, "the daemon forgot the previous connections"
+        assert census(node) == 1, "the daemon forgot the previous connections"
         refill(pool)
         assert prompt.wrong(arrays) == 0
         assert prompt.wrong(lease.fetch(2, 3), start=2) == 0
@@ -272,9 +267,9 @@ def test_leases_and_writes_outlive_their_pool(cluster: Cluster) -> None:
         assert outcomes(write.commit()) == {Code.COMMITTED}
         del write, array
         assert heartbeat.is_alive()
-        assert processes(cluster) == 1
+        assert census(cluster.nodes[0]) == 1
         del arrays
-        wait_until(lambda: processes(cluster) == 0, "the process left")
+        wait_until(lambda: census(cluster.nodes[0]) == 0, "the process left")
         heartbeat.join(LIMIT_S)
         assert not heartbeat.is_alive()
     finally:
@@ -289,4 +284,4 @@ def test_a_pool_collected_in_a_cycle_with_its_arrays(cluster: Cluster) -> None:
     cycle += [cycle[1].fetch(), cycle]
     del pool, cycle
     gc.collect()
-    wait_until(lambda: processes(cluster) == 0, "the process left")
+    wait_until(lambda: census(cluster.nodes[0]) == 0, "the process left")

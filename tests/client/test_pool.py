@@ -1,4 +1,4 @@
-"""A pool of several threads, of three nodes, in a forked process, and collected."""
+"""A pool of several threads, in a forked process, and with slots that are reused or of several sizes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import random
 import signal
 import threading
 
+import numpy as np
 import pytest
+from msgspec import structs
 
-from tests.client.connections import heartbeat_threads, refill
+from tests.client.connections import refill
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
     EngineProcess,
     Prompt,
+    census,
+    daemons,
     match,
-    outcomes,
     read,
     store,
-    total,
-    wait_told,
     wait_until,
 )
 from tokenlake.wire import Code
-from tokenlake_client import Pool
+from tokenlake_client import MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -72,31 +73,6 @@ def test_threads_share_a_pool(shared: Cluster) -> None:
         assert all(read(pool, prompt) == 0 for prompt in prompts), "a segment stayed leased"
 
 
-def test_three_nodes_are_one_pool(three: Cluster) -> None:
-    pools = [three.connect(number, LAYOUT) for number in range(3)]
-    prompts = [Prompt(200 + number, 10) for number in range(6)]
-    for number, prompt in enumerate(prompts):
-        assert outcomes(store(pools[number % 3], prompt)) == {Code.COMMITTED}
-    wait_told(three)
-    for pool in pools:
-        assert [read(pool, prompt) for prompt in prompts] == [10] * 6
-    for pool in pools:
-        pool.close()
-
-
-def test_a_pool_may_be_collected(shared: Cluster) -> None:
-    before, threads = total(shared.nodes[0], "tokenlake_processes"), heartbeat_threads()
-    pool = shared.connect(0, LAYOUT)
-    (heartbeat,) = heartbeat_threads() - threads
-    assert heartbeat.daemon
-    lease = match(pool, Prompt(17, 1))
-    del pool, lease
-    gc.collect()
-    wait_until(lambda: total(shared.nodes[0], "tokenlake_processes") == before, "the process left")
-    heartbeat.join(LIMIT_S)
-    assert not heartbeat.is_alive()
-
-
 def test_a_forked_child_does_not_keep_slots(cluster: Cluster) -> None:
     node = cluster.nodes[0]
     with cluster.connect(0, LAYOUT) as pool, EngineProcess(node.socket) as engine:
@@ -108,8 +84,39 @@ def test_a_forked_child_does_not_keep_slots(cluster: Cluster) -> None:
             assert engine.ask("compare") == {"hits": 4, "wrong": 0}, "the child's close is not the parent's"
             assert engine.ask("state")["connected"]
             engine.kill()
-            wait_until(lambda: total(node, "tokenlake_processes") == 1, "the daemon noticed the parent's death")
+            wait_until(lambda: census(node) == 1, "the daemon noticed the parent's death")
             refill(pool)
             assert read(pool, Prompt(9, 4)) == 0
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_reused_slot_is_not_copied(pool: Pool) -> None:
+    """The slot's generation has changed: the bytes that were copied from it are not counted."""
+    prompt = Prompt(31, 4)
+    store(pool, prompt)
+    lease = match(pool, prompt)
+    lease.release(2, 4)
+    refill(pool, 31)
+    out = np.zeros((4, LAYOUT.segment_bytes), np.uint8)
+    assert lease.copy_into(list(out)) == 2
+    assert prompt.wrong(list(out[:2])) == 0
+    lease.release()
+
+
+def test_a_lease_over_regions_of_different_sizes() -> None:
+    """In 512 KiB, with segments of 20 KiB, six regions have 4 slots and one has 1."""
+    layout = structs.replace(LAYOUT, layers=5, kv_heads=1)
+    content = np.arange(25, dtype=np.uint8)
+    with daemons(1, "512KiB", "64KiB") as cluster, cluster.connect(0, layout) as pool:
+        keys = pool.prefix(range(len(content) * layout.segment_tokens)).keys
+
+        def store_missing() -> bool:
+            codes = pool.store_all(keys, lambda index, slot: slot.fill(content[index]), patience=LIMIT_S)
+            return set(codes) == {Code.EXISTS}
+
+        wait_until(store_missing, "all segments are in memory")
+        for start in range(0, len(keys), 5):
+            with pool.match(keys[start : start + 5], MatchOptions(independent=True)) as lease:
+                assert lease.hits == len(keys[start : start + 5])
+                assert [array[-1] for array in lease.fetch()] == content[start : start + 5].tolist()

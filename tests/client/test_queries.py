@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,6 @@ from tests.query.scene import (
     open_view,
     serving,
     spread,
-    wait_serving,
 )
 from tests.robustness.live import freeze, wait_until
 from tokenlake.attention import Partial
@@ -106,39 +107,38 @@ def test_threads_share_one_connection(pool: Pool, text: Text) -> None:
 
 
 @pytest.mark.live
-def test_parts_that_do_not_fit_are_refused(pool: Pool, text: Text) -> None:
-    with text.match(pool) as lease:
-        with pytest.raises(LayoutRefused, match="multiple"):
-            pool.queries.open_view(lease, 3, SCALE)
-        # The lease stays with the caller when a view is opened over it.
-        with pool.queries.open_view(lease, HEADS, SCALE) as view, open_view(pool, text, heads=2 * HEADS) as other:
-            for parts in ([], [(view, 0)], [(view, 1), (other, 1)]):
-                with pytest.raises(LayoutRefused, match="expected"):
-                    pool.queries.init_query(parts)
-            assert ask(pool, text, view)
-
-
-@pytest.mark.live
 def test_wrong_arguments_raise_to_their_caller_alone(pool: Pool, text: Text) -> None:
-    """A view that is open before them answers after them."""
-    with open_view(pool, text) as view, pool.queries.init_query([(view, TOKENS)]) as buffer, text.match(pool) as lease:
-        for heads, scale in [(0, SCALE), (1 << 40, SCALE), (HEADS, -1.0), (HEADS, float("nan")), (HEADS, 1e9)]:
-            with pytest.raises(LayoutRefused):
-                pool.queries.open_view(lease, heads, scale)
-        with pytest.raises(LimitReached):
-            pool.queries.open_view(lease, 1 << 16, SCALE)
-        with pytest.raises(LayoutRefused, match="expected the layout's float32"):
-            pool.queries.init_query([(view, TOKENS)], "float16")
-        with pytest.raises(LimitReached, match="tokens"):
-            pool.queries.init_query([(view, 1 << 40)])
-        with pytest.raises(LimitReached, match="parts"):
-            pool.queries.init_query([(view, 1)] * 5000)
-        for layer in (-1, LAYOUT.layers, 1 << 40):
-            with pytest.raises(LayoutRefused, match="layer"):
-                pool.queries.query(buffer, layer)
-        for deadline_s in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="deadline_s"):
-                pool.queries.query(buffer, 0, deadline_s)
+    """A view that is open before them answers after them, and the lease stays with the caller."""
+    queries = pool.queries
+    with (
+        open_view(pool, text) as view,
+        open_view(pool, text, heads=2 * HEADS) as other,
+        queries.init_query([(view, TOKENS)]) as buffer,
+        text.match(pool) as lease,
+    ):
+        wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
+            *((LayoutRefused, "", partial(queries.open_view, lease, heads, SCALE)) for heads in (0, 1 << 40)),
+            *((LayoutRefused, "", partial(queries.open_view, lease, HEADS, scale)) for scale in (-1.0, math.nan, 1e9)),
+            (LayoutRefused, "multiple", partial(queries.open_view, lease, 3, SCALE)),
+            (LimitReached, "", partial(queries.open_view, lease, 1 << 16, SCALE)),
+            (LayoutRefused, "expected the layout's float32", partial(queries.init_query, [(view, TOKENS)], "float16")),
+            *(
+                (LayoutRefused, "expected", partial(queries.init_query, parts))
+                for parts in ([], [(view, 0)], [(view, 1), (other, 1)])
+            ),
+            (LimitReached, "tokens", partial(queries.init_query, [(view, 1 << 40)])),
+            (LimitReached, "parts", partial(queries.init_query, [(view, 1)] * 5000)),
+            *((LayoutRefused, "layer", partial(queries.query, buffer, at)) for at in (-1, LAYOUT.layers, 1 << 40)),
+            *(
+                (ValueError, "deadline_s", partial(queries.query, buffer, 0, each))
+                for each in (-1.0, math.nan, math.inf)
+            ),
+        ]
+        for error, named, call in wrong:
+            with pytest.raises(error, match=named):
+                call()
+        with queries.open_view(lease, HEADS, SCALE) as last:
+            assert ask(pool, text, last)
         assert ask(pool, text, view)
 
 
@@ -194,22 +194,6 @@ def test_a_closed_buffer_is_not_reused_before_its_answer(pool: Pool, text: Text)
         # One memory is kept for the next batch, one belongs to `first`, and the reply for another may not have arrived
         # yet.
         assert query_memories() <= before + 3
-
-
-@pytest.mark.live
-def test_a_killed_query_engine_is_connected_to_again(cluster: Cluster, pool: Pool, text: Text) -> None:
-    view = open_view(pool, text)
-    pid = engine_of(cluster.nodes[0])
-    with pool.queries.init_query([(view, TOKENS)]) as buffer:
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: bool(pool.queries.query(buffer, 0, DEADLINE_S).wait().lost), "its answers are lost")
-    assert not view.alive
-    assert not ask(pool, text, view)
-    view.close()
-    wait_serving(cluster, 0, other_than=pid)
-    with open_view(pool, text) as again:
-        assert ask(pool, text, again)
-    assert again.link is not view.link
 
 
 @pytest.mark.live

@@ -28,6 +28,8 @@ class FakeRequest:
 
 @dataclass
 class FakeLease:
+    """A lease, and the answer to the question for its nodes."""
+
     ids: tuple[LeaseId, ...]
     hits: int
     local_hits: int
@@ -39,8 +41,13 @@ class FakeLease:
     answers: bool = True
     took: tuple[int, int, float] | None = None
 
-    def begin_nodes(self) -> FakeNodes:
-        return FakeNodes(self)
+    def begin_nodes(self) -> FakeLease:
+        return self
+
+    def poll(self) -> list[str] | None:
+        return self.nodes if self.answers else None
+
+    def cancel(self) -> None: ...
 
     def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
         # Once the lease has ended, it is too late.
@@ -50,22 +57,6 @@ class FakeLease:
     def release(self, start: int = 0) -> None:
         self.released_from = start if self.released_from is None else min(start, self.released_from)
         self.released = self.released_from == 0
-
-
-@dataclass
-class FakeNodes:
-    lease: FakeLease
-    cancelled: bool = False
-
-    @property
-    def disk_s(self) -> list[float]:
-        return self.lease.disk_s or [0.0] * len(self.lease.nodes)
-
-    def poll(self) -> list[str] | None:
-        return self.lease.nodes if self.lease.answers else None
-
-    def cancel(self) -> None:
-        self.cancelled = True
 
 
 @dataclass
@@ -88,7 +79,7 @@ class FakeMatch:
             hits = next((at for at, key in enumerate(self.keys) if key not in self.pool.known), len(self.keys))
             nodes = [self.pool.places.get(key, self.pool.node) for key in self.keys[:hits]]
             here = nodes.count(self.pool.node)
-            self.lease = FakeLease((LeaseId(len(self.pool.leases) + 1),), hits, here, nodes=nodes)
+            self.lease = FakeLease((LeaseId(len(self.pool.leases) + 1),), hits, here, nodes=nodes, disk_s=[0.0] * hits)
             self.lease.answers = self.pool.answers_where
             self.pool.leases.append(self.lease)
         return self.lease
@@ -97,16 +88,6 @@ class FakeMatch:
         self.cancelled = True
         if self.lease is not None:
             self.lease.release()
-
-
-@dataclass
-class FakeBeat:
-    pool: FakePool
-
-    def poll(self) -> bool:
-        if not self.pool.reachable:
-            raise Unreachable("gone")
-        return self.pool.alive
 
 
 @dataclass
@@ -131,9 +112,6 @@ class FakePool:
     reachable: bool = True
     answers: bool = True
     answers_where: bool = True
-    alive: bool = True
-    """Does the daemon give signs of life?"""
-    beats: int = 0
     places: dict[SegmentKey, str] = field(default_factory=dict)
     """The node of each segment that is not on this node."""
     known: set[SegmentKey] = field(default_factory=set)
@@ -181,10 +159,6 @@ class FakePool:
             raise Unreachable("gone")
         self.matches.append(FakeMatch(self, keys, options))
         return self.matches[-1]
-
-    def begin_heartbeat(self) -> FakeBeat:
-        self.beats += 1
-        return FakeBeat(self)
 
     def reserve(
         self,

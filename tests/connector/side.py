@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tests.connector.fakes import FakePool, FakeRequest
 from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.disaggregated import Offer
 from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -18,6 +20,7 @@ TOKEN_S = 1e-3
 """The prefill time per token."""
 CHEAP = LoadTime(0.1e-3, 0.1e-3)
 DEAR = LoadTime(1.0, 0.1e-3)
+ENDED, ABORTED = RequestEnd(complete=True), RequestEnd(complete=False)
 ENOUGH = 8
 """The number of samples after which a time is known."""
 
@@ -25,9 +28,7 @@ ENOUGH = 8
 class Bench:
     """A scheduler's side, its pool and its clock."""
 
-    def __init__(
-        self, load: str = "async", *, shared: bool = False, weigh_loads: bool = True, save: bool = True
-    ) -> None:
+    def __init__(self, *, shared: bool = False, weigh_loads: bool = True, save: bool = True) -> None:
         self.pool = FakePool(segment_tokens=SEGMENT)
         self.there = True
         """Does the connection hand out the pool?"""
@@ -35,12 +36,7 @@ class Bench:
         self.counters = EngineCounters()
         self.reported: list[str] = []
         self.refused: list[str] = []
-        settings = EngineSettings(
-            segment_tokens=SEGMENT,
-            load=load,  # type: ignore[arg-type]
-            weigh_loads=weigh_loads,
-            save=save,
-        )
+        settings = EngineSettings(segment_tokens=SEGMENT, weigh_loads=weigh_loads, save=save)
         self.side = SchedulerSide(
             self._usable,
             settings,
@@ -64,11 +60,27 @@ class Bench:
     def place(self, request: FakeRequest, local: int = 0, **said: Any) -> int:
         """Give a request its blocks, numbered from 100. Returns the number of tokens to load. `said`: arguments of
         `SchedulerSide.new_request`."""
-        self.side.new_request(request, **said)
-        external = self.side.matched(request, local)
+        external = self.ask(request, local, **said)
         assert external is not None
         self.side.allocated(request, blocks_of(request), external)
         return external
+
+    def ask(self, request: FakeRequest, local: int = 0, **said: Any) -> int | None:
+        """A request arrives, and vLLM asks for its tokens. `said`: arguments of `SchedulerSide.new_request`."""
+        self.side.new_request(request, **said)
+        return self.side.matched(request, local)
+
+    def idle(self) -> StepPlan:
+        """A step that computes nothing."""
+        return self.side.step([], lambda name: [])
+
+    def report(self, done: int = 0, received: Sequence[str] = (), invalid: Collection[int] = (), **fields: Any) -> None:
+        """The ranks report the outcome of a step."""
+        self.side.worker_output(StepReport(done, **fields), received, set(invalid))
+
+    def end(self, request: FakeRequest, end: RequestEnd = ENDED) -> tuple[bool, Offer | None]:
+        """A request finishes, with its blocks."""
+        return self.side.finished(request, blocks_of(request), end)
 
     def step(self, request: FakeRequest, computed: int, new: int) -> StepPlan:
         part = ScheduledPart(request.request_id, computed, new, blocks_of(request), whole=True)
@@ -91,8 +103,8 @@ def prefill(bench: Bench, count: int = ENOUGH) -> None:
         one = request(20 + 8 * number, f"prefill {number}", 10_000 + 100 * number)
         bench.place(one)
         plan = bench.step(one, 0, one.num_tokens)
-        bench.side.worker_output(StepReport(plan.step, 0, computed={plan.step: one.num_tokens * TOKEN_S}), [], set())
-        bench.side.finished(one, [], RequestEnd(complete=False))
+        bench.report(computed={plan.step: one.num_tokens * TOKEN_S})
+        bench.end(one, ABORTED)
 
 
 def load(bench: Bench, took: LoadTime, node: str = "here", count: int = ENOUGH) -> None:
@@ -101,10 +113,9 @@ def load(bench: Bench, took: LoadTime, node: str = "here", count: int = ENOUGH) 
         one = request(SEGMENT + 1, f"load {node} {number}", 20_000 + 100 * number)
         know(bench, one, [node])
         assert bench.place(one) == SEGMENT, "every hit is loaded until enough loads are measured"
-        plan = bench.side.step([], lambda name: [])
-        report = StepReport(plan.step, 0, loaded={one.request_id: took})
-        bench.side.worker_output(report, [one.request_id] if not plan.wait else [], set())
-        bench.side.finished(one, [], RequestEnd(complete=False))
+        bench.idle()
+        bench.report(0, [one.request_id], loaded={one.request_id: took})
+        bench.end(one, ABORTED)
 
 
 def know(bench: Bench, one: FakeRequest, nodes: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -24,19 +24,17 @@ from tokenlake_client.engines.vllm.adapters import (
     RequestAdapter,
     options_of,
 )
-from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.weights import digest_of_directory, state_of_directory
 
 SOON_S = 20.0
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def save(directory: Path, content: bytes = b"weights") -> Path:
-    """An adapter in `directory`, whose former files are replaced."""
-    directory.mkdir(exist_ok=True)
-    (directory / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    new = directory / "new"
-    new.write_bytes(content)
-    os.replace(new, directory / "adapter_model.safetensors")
+    """An adapter in `directory`."""
+    directory.mkdir()
+    (directory / CONFIG).write_text(json.dumps({"r": 8}))
+    (directory / WEIGHTS).write_bytes(content)
     return directory
 
 
@@ -69,15 +67,6 @@ def found(adapters: Adapters, asked: Any) -> RequestAdapter:
     return adapter
 
 
-def test_the_contents_are_the_digest(adapters: Adapters, tmp_path: Path) -> None:
-    one, copy, other = save(tmp_path / "one"), save(tmp_path / "copy"), save(tmp_path / "other", b"others")
-    first = found(adapters, lora(one))
-    assert first.digest == digest_of_directory(one)
-    assert found(adapters, lora(copy, "b", 2)).digest == first.digest
-    assert found(adapters, lora(other, "a", 3)).digest != first.digest
-    assert first.use == AdapterUse(1, state_of_directory(one))
-
-
 def test_settings_that_change_the_computation_change_the_digest(tmp_path: Path, adapters: Adapters) -> None:
     directory = save(tmp_path / "one")
     config = SimpleNamespace(lora_dtype="auto", target_modules=None, enable_moe_shared_loras=False, max_loras=4)
@@ -91,37 +80,29 @@ def test_settings_that_change_the_computation_change_the_digest(tmp_path: Path, 
     assert len(set(digests)) == 4
 
 
-def test_replaced_files_are_another_adapter(adapters: Adapters, tmp_path: Path) -> None:
-    directory = save(tmp_path / "one")
-    first = found(adapters, lora(directory))
-    # The same size, and the old time of modification.
-    former = (directory / "adapter_model.safetensors").stat()
-    save(directory, b"wEIGHTS")
-    os.utime(directory / "adapter_model.safetensors", ns=(former.st_atime_ns, former.st_mtime_ns))
-    second = found(adapters, lora(directory))
-    assert second.digest != first.digest
-    assert second.use != first.use
+def dangling(directory: Path) -> None:
+    (directory / WEIGHTS).unlink()
+    (directory / WEIGHTS).symlink_to("gone")
 
 
-@pytest.mark.parametrize("fault", ["nothing", "no weights", "no configuration", "damaged", "unreadable"])
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "nothing": shutil.rmtree,
+    "no weights": lambda directory: (directory / WEIGHTS).unlink(),
+    "no configuration": lambda directory: (directory / CONFIG).unlink(),
+    "damaged": lambda directory: (directory / CONFIG).write_text("{"),
+    "unreadable": dangling,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_files_that_cannot_be_read_are_refused_by_name(
     fault: str, adapters: Adapters, tmp_path: Path, lines: list[str]
 ) -> None:
     directory = save(tmp_path / "one")
-    if fault == "nothing":
-        directory = tmp_path / "none"
-    elif fault == "no weights":
-        (directory / "adapter_model.safetensors").unlink()
-    elif fault == "no configuration":
-        (directory / "adapter_config.json").unlink()
-    elif fault == "damaged":
-        (directory / "adapter_config.json").write_text("{")
-    else:
-        (directory / "adapter_model.safetensors").unlink()
-        (directory / "adapter_model.safetensors").symlink_to(tmp_path / "gone")
+    FAULTS[fault](directory)
     assert found(adapters, lora(directory, "mine")).refused
-    assert len(lines) == 1
-    assert lines[0].startswith("served without the pool: LoRA adapter 'mine': its files cannot be read")
+    (line,) = lines
+    assert line.startswith("served without the pool: LoRA adapter 'mine': its files cannot be read")
 
 
 def test_a_slow_digest_delays_no_adapter_whose_digest_is_known(
@@ -165,46 +146,6 @@ def test_the_number_of_requests_that_wait_for_digests_is_limited(
 def test_an_adapter_without_a_name_is_refused(adapters: Adapters, tmp_path: Path, lines: list[str]) -> None:
     assert adapters.find(lora(save(tmp_path / "one"), "")).refused
     assert lines == ["served without the pool: requests for a LoRA adapter without a name"]
-
-
-def test_a_rank_compares_the_files_that_vllm_has_loaded(lines: list[str]) -> None:
-    loaded = LoadedAdapters(lines.append)
-    use = AdapterUse(1, "files")
-    assert loaded.may_load(None)
-    assert loaded.may_store(None)
-    assert not loaded.may_store(use), "vLLM has not loaded it"
-    loaded.loaded(1, "files")
-    assert loaded.may_load(use)
-    assert loaded.may_store(use)
-    for files in ("older", None):
-        loaded.loaded(1, files)
-        assert not loaded.may_load(use)
-        assert not loaded.may_store(use)
-    assert "changed after vLLM loaded them" in lines[-1]
-    assert loaded.may_load(AdapterUse(2, "files")), "vLLM loads the adapter before the request computes"
-
-
-def test_results_before_and_after_a_load_in_place() -> None:
-    now = [3.0]
-    loaded = LoadedAdapters(lambda line: None, clock=lambda: now[0])
-    loaded.loaded(1, "old")
-    assert loaded.may_store(AdapterUse(1, "old", since=0.0)), "nothing was computed before"
-    now[0] = 4.0
-    loaded.loaded(1, "new")
-    assert not loaded.may_store(AdapterUse(1, "new", since=4.0))
-    assert loaded.may_store(AdapterUse(1, "new", since=5.0))
-    now[0] = 7.0
-    loaded.loaded(1, "new")
-    assert loaded.may_store(AdapterUse(1, "new", since=5.0)), "the same files were loaded again"
-
-
-def test_segments_loaded_before_other_files() -> None:
-    """Segments that were loaded before vLLM loaded other files."""
-    loaded = LoadedAdapters(lambda line: None, clock=lambda: 4.0)
-    assert loaded.may_load(AdapterUse(1, "old", since=3.0))
-    loaded.loaded(1, "new")
-    assert not loaded.may_store(AdapterUse(1, "old", since=3.0))
-    assert not loaded.may_store(AdapterUse(1, "new", since=3.0))
 
 
 def test_other_numbers_of_an_adapter_in_vllms_cache() -> None:
@@ -305,21 +246,6 @@ class TestRequests:
     def know(self, bench: Bench, one: FakeRequest, adapter: str | None) -> None:
         bench.pool.known |= set(bench.pool.prefix(one.all_token_ids, adapter=adapter).keys)
 
-    def test_keys_have_the_adapter(self, bench: Bench) -> None:
-        one = self.arrive(bench, self.digested())
-        self.know(bench, one, None)
-        assert bench.side.matched(one, 0) == 0
-        bench.side.allocated(one, blocks_of(one), 0)
-        two = self.arrive(bench, self.digested(), "two")
-        self.know(bench, two, "d")
-        external = bench.side.matched(two, 0)
-        assert external == 3 * SEGMENT - 4
-        bench.side.allocated(two, blocks_of(two), external)
-        plan = bench.step(one, 0, one.num_tokens)
-        assert [load.adapter for load in plan.loads] == [AdapterUse(5, "d", since=bench.now)]
-        assert [save.adapter for save in plan.saves] == [AdapterUse(5, "d", since=bench.now)]
-        assert list(plan.saves[0].keys) == bench.pool.prefix(one.all_token_ids, adapter="d").keys
-
     def test_a_request_waits_for_the_digest_as_long_as_for_a_lookup(self, bench: Bench) -> None:
         adapter = self.unknown()
         one = self.arrive(bench, adapter)
@@ -347,7 +273,7 @@ class TestRequests:
         assert bench.side.matched(one, 0) == 0
         bench.side.allocated(one, blocks_of(one), 0)
         assert bench.step(one, 0, one.num_tokens).saves == ()
-        assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=True))[0]
+        assert not bench.end(one)[0]
         assert bench.counters.read().requests_not_served == 1
         assert bench.reported == []
 
@@ -361,7 +287,7 @@ class TestRequests:
             external = bench.side.matched(one, 0)
             assert external is not None
             bench.side.allocated(one, blocks_of(one), external)
-            bench.side.step([], lambda name: [])
+            bench.idle()
             return external
 
         assert matched("one") == expected
@@ -372,11 +298,6 @@ class TestRequests:
         assert matched("three") == expected
         bench.side.worker_output(None, ["three"], set())
         assert matched("four") == expected
-
-    def test_an_end_before_the_digest_is_known(self, bench: Bench) -> None:
-        one = self.arrive(bench, self.unknown())
-        assert not bench.side.finished(one, blocks_of(one), RequestEnd(complete=False))[0]
-        assert bench.reported == []
 
 
 class TestReplacedFiles:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.connector.side import Bench, blocks_of, prefill, request
+from tests.connector.side import Bench, prefill, request
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.weights import digest_of_version
 
 BASE = "00" * 32
@@ -35,52 +34,18 @@ def digest_of(version: str) -> str:
     return digest_of_version(BASE, version)
 
 
-def test_new_weights_do_not_find_old_segments() -> None:
-    bench = Bench()
-    bench.know(request(17).all_token_ids)
-    assert bench.place(request(17, "before")) == 16
-    bench.side.new_weights(NEW)
-    assert bench.place(request(17, "after")) == 0
-    bench.pool.known |= set(bench.pool.prefix(request(17).all_token_ids, weights_digest=NEW).keys)
-    assert bench.place(request(17, "later")) == 16
-
-
 @pytest.mark.parametrize("answered", [False, True])
 def test_new_weights_restart_a_waiting_lookup(answered: bool) -> None:
     bench, asked = Bench(), request(17)
     bench.know(asked.all_token_ids)
     bench.pool.answers = answered
-    bench.side.new_request(asked)
-    assert bench.side.matched(asked, 0) == (16 if answered else None)
+    assert bench.ask(asked) == (16 if answered else None)
     bench.side.new_weights(NEW)
     assert bench.pool.matches[0].cancelled
     assert all(lease.released for lease in bench.pool.leases)
     bench.pool.answers = True
     assert bench.side.matched(asked, 0) == 0
     assert bench.pool.matches[1].keys == bench.pool.prefix(asked.all_token_ids, weights_digest=NEW).keys[:2]
-
-
-def test_a_running_request_stores_nothing_after_new_weights() -> None:
-    """The request's cache comes from both weights, so that neither the old keys nor the new ones fit."""
-    bench, asked = Bench(), request(40)
-    bench.place(asked)
-    assert bench.step(asked, 0, 16).saves
-    bench.side.new_weights(NEW)
-    assert not bench.step(asked, 16, 16).saves
-    bench.step(asked, 32, 8)
-    assert not bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
-    assert not bench.side.step([], lambda name: []).saves
-
-
-def test_a_preempted_request_gets_keys_of_the_new_weights() -> None:
-    bench, asked = Bench(), request(24)
-    bench.place(asked)
-    (old,) = bench.step(asked, 0, 24).saves
-    bench.side.new_weights(NEW)
-    assert bench.place(asked) == 0
-    (new,) = bench.step(asked, 0, 24).saves
-    assert new.keys == tuple(bench.pool.prefix(asked.all_token_ids, weights_digest=NEW).keys)
-    assert not set(new.keys) & set(old.keys)
 
 
 def test_planned_saves_keep_keys_of_the_old_weights() -> None:
@@ -90,9 +55,9 @@ def test_planned_saves_keep_keys_of_the_old_weights() -> None:
     bench.step(asked, 0, 23)
     asked.all_token_ids += [7, 8]
     asked.num_computed_tokens = 25
-    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))[0]
+    assert bench.end(asked)[0]
     bench.side.new_weights(NEW)
-    (save,) = bench.side.step([], lambda name: []).saves
+    (save,) = bench.idle().saves
     assert set(save.keys) <= set(bench.pool.prefix(asked.all_token_ids).keys)
 
 

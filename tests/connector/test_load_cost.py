@@ -46,11 +46,6 @@ class Machine:
         return self.costs.cheapest_stop(owners, start, until, until + 1 if total is None else total)
 
 
-def test_a_hit_is_loaded_if_that_is_faster() -> None:
-    assert Machine(here=0.5 * SEGMENT_S).stop([LOCAL] * 4) == 32
-    assert Machine(here=2 * SEGMENT_S).stop([LOCAL] * 4) == 0
-
-
 def test_every_hit_is_loaded_below_eight_prefills() -> None:
     assert Machine(prefills=7, here=1000.0).stop([LOCAL] * 4) == 32
     assert Machine(prefills=8, here=1000.0).stop([LOCAL] * 4) == 0
@@ -73,26 +68,6 @@ def test_memory_and_disk_of_a_node_are_one_read() -> None:
         machine.fit("far").add(segments * BYTES, (2 + 0.1 * segments) * SEGMENT_S, 0.0)
     assert machine.stop([Owner("far")] * 3) == 24
     assert machine.stop([Owner("far")] * 2 + [Owner("far", 1e-9)]) == 24
-
-
-def test_the_fast_part_of_a_hit_is_loaded() -> None:
-    machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S, fast=0.2 * SEGMENT_S)
-    assert machine.stop([LOCAL, LOCAL, Owner("slow"), Owner("slow")]) == 16
-    assert machine.stop([LOCAL, Owner("fast"), Owner("fast"), Owner("slow")]) == 24
-    assert machine.stop([Owner("slow"), Owner("slow"), LOCAL, Owner("fast")]) == 0
-
-
-def test_a_slow_segment_is_loaded_before_fast_ones() -> None:
-    machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S)
-    assert machine.stop([Owner("slow"), LOCAL]) == 0
-    assert machine.stop([Owner("slow"), LOCAL, LOCAL]) == 24
-
-
-def test_local_tokens_have_no_cost() -> None:
-    machine = Machine(here=0.1 * SEGMENT_S, slow=2 * SEGMENT_S)
-    # Tokens up to `start` are in vLLM's own cache, so that the slow segments in front need no load.
-    assert machine.stop([Owner("slow"), Owner("slow"), LOCAL, LOCAL], start=16) == 32
-    assert machine.stop([LOCAL, LOCAL, Owner("slow"), Owner("slow")], start=20) == 20
 
 
 def test_a_source_with_few_samples_is_used() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.connector.fakes import FakeLease, FakePool, FakeRequest
-from tests.connector.side import CHEAP, SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
+from tests.connector.side import ABORTED, CHEAP, SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
 from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake_client import MatchOptions
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S, NO_WAIT
 from tokenlake_client.engines.vllm.in_flight_waits import MAX_WAITING
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
-from tokenlake_client.engines.vllm.lookup import Lookup
+from tokenlake_client.engines.vllm.lookup import SILENT_S, Lookup
 from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
@@ -23,9 +25,9 @@ TOKENS = 100
 BOUND_S = FACTOR * TOKENS * TOKEN_S
 
 
-def measured(mode: str = "async") -> Bench:
+def measured() -> Bench:
     """The prefill time is known; the pool does not answer from now on."""
-    bench = Bench(mode)
+    bench = Bench()
     prefill(bench)
     bench.pool.answers = False
     return bench
@@ -37,107 +39,66 @@ def asked(bench: Bench, name: str = "r", tokens: int = TOKENS, first: int = 0) -
     return one
 
 
+def may_wait(bench: Bench) -> bool:
+    """Was the last lookup sent with a wait for other engines?"""
+    return bench.pool.matches[-1].options.in_flight_wait_s > 0
+
+
 def test_a_wait_is_limited_by_the_prefill_time() -> None:
     bench = measured()
     asked(bench)
-    assert bench.pool.matches[-1].options.in_flight_wait_s == pytest.approx(BOUND_S, rel=0.01)
-    assert bench.pool.matches[-1].options.in_flight_wait_per_segment_s == pytest.approx(
-        FACTOR * SEGMENT * TOKEN_S, rel=0.05
-    )
+    options = bench.pool.matches[-1].options
+    assert options.in_flight_wait_s == pytest.approx(BOUND_S, rel=0.01)
+    assert options.in_flight_wait_per_segment_s == pytest.approx(FACTOR * SEGMENT * TOKEN_S, rel=0.05)
     asked(bench, "long", 100_000, 1000)
     assert bench.pool.matches[-1].options.in_flight_wait_s == LONGEST_S
 
 
-def test_no_wait_where_it_does_not_pay() -> None:
+Measure = Callable[[Bench], None]
+NO_WAITS: dict[str, tuple[int, list[Measure]]] = {
+    "nothing is measured": (TOKENS, []),
+    "a short prompt": (15, [prefill]),
+    "slow copies": (TOKENS, [prefill, lambda bench: load(bench, LoadTime(0.0, 8.0))]),
+    "slow fetches": (TOKENS, [prefill, lambda bench: load(bench, LoadTime(8.0, 0.0), "far")]),
+}
+
+
+@pytest.mark.parametrize("case", NO_WAITS)
+def test_no_wait_where_it_does_not_pay(case: str) -> None:
+    tokens, measures = NO_WAITS[case]
     bench = Bench()
-    asked(bench, "unknown")
-    prefill(bench)
-    asked(bench, "short", 15, 1000)
-    load(bench, CHEAP)
-    asked(bench, "long", TOKENS, 2000)
-    assert [
-        match.options.in_flight_wait_s > 0
-        for match in bench.pool.matches
-        if match.options.request in ("unknown", "short", "long")
-    ] == [
-        False,
-        False,
-        True,
-    ]
-    slow = Bench()
-    prefill(slow)
-    load(slow, LoadTime(0.0, 8.0))
-    asked(slow)
-    assert slow.pool.matches[-1].options.in_flight_wait_s == 0.0
-    far = Bench()
-    prefill(far)
-    load(far, LoadTime(8.0, 0.0), "far")
-    asked(far)
-    assert far.pool.matches[-1].options.in_flight_wait_s == 0.0
+    for measure in measures:
+        measure(bench)
+    asked(bench, tokens=tokens)
+    assert not may_wait(bench)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_segments_stored_during_the_wait_are_loaded(mode: str) -> None:
-    bench = measured(mode)
-    one = asked(bench)
-    for _ in range(6):
-        assert bench.side.matched(one, 0) is None
-        bench.now += DEADLINE_S
-    bench.know(one.all_token_ids)
-    bench.pool.answers = True
-    assert bench.side.matched(one, 0) == 96
-    assert bench.counters.read().lookups_late == 0
+def test_an_engine_that_does_not_store_sets_no_markers() -> None:
+    for save in (True, False):
+        bench = Bench(save=save)
+        prefill(bench)
+        load(bench, CHEAP)
+        asked(bench)
+        assert may_wait(bench) is save
 
 
-def test_a_wait_ends_at_its_limit_without_an_overdue_lookup() -> None:
+def test_a_wait_ends_at_its_limit_beside_a_frozen_daemon() -> None:
     bench = measured()
     one = asked(bench)
     while bench.side.matched(one, 0) is None:
         bench.now += DEADLINE_S / 2
         assert bench.now < 1.0
     assert BOUND_S <= bench.now <= BOUND_S + 3 * DEADLINE_S
-    assert bench.pool.matches[-1].cancelled
     assert bench.counters.read().lookups_late == 1
-    # While the daemon answers, no lookup is overdue.
-    bench.pool.answers = True
-    other = asked(bench, "other", TOKENS, 1000)
-    bench.know(other.all_token_ids)
-    assert bench.side.matched(other, 0) == 96
-
-
-@pytest.mark.parametrize("frozen_s", [0.0, 0.05])
-def test_a_frozen_daemon_costs_one_deadline_during_a_wait(frozen_s: float) -> None:
-    bench = measured()
-    one = asked(bench, "one", 10_000)
-    while bench.now < frozen_s:
-        assert bench.side.matched(one, 0) is None
-        bench.now += 0.001
-    bench.pool.alive = False
-    while bench.side.matched(one, 0) is None:
-        bench.now += 0.001
-        assert bench.now < 1.0
-    # The connector asks the daemon for a sign of life once per deadline.
-    assert bench.now <= frozen_s + (2 if frozen_s else 1) * DEADLINE_S + 0.002
-    asked_before = len(bench.pool.matches)
+    before = len(bench.pool.matches)
     for number in range(5):
         assert bench.place(request(TOKENS, str(number), 20_000 * number)) == 0
-    assert len(bench.pool.matches) == asked_before
-    bench.pool.answers = bench.pool.alive = True
-    later = request(TOKENS, "later", 500_000)
+    assert len(bench.pool.matches) == before, "no other request waits for a deadline"
+    bench.pool.answers = True
+    later = asked(bench, "later", TOKENS, 500_000)
+    assert bench.pool.matches[before - 1].cancelled
     bench.know(later.all_token_ids)
-    assert bench.place(later) == 96
-
-
-def test_one_sign_of_life_per_deadline() -> None:
-    bench = measured()
-    many = [asked(bench, str(number), 1000, 2000 * number) for number in range(8)]
-    while bench.now < 0.5:
-        assert [bench.side.matched(one, 0) for one in many] == [None] * 8
-        bench.now += 0.001
-    assert bench.pool.beats <= 8 + 0.5 / DEADLINE_S
-    quiet = Bench()
-    quiet.place(request(TOKENS))
-    assert quiet.pool.beats == 0
+    assert bench.side.matched(later, 0) == 96
 
 
 def test_the_number_of_waiting_lookups_is_limited() -> None:
@@ -145,12 +106,10 @@ def test_the_number_of_waiting_lookups_is_limited() -> None:
     many = [asked(bench, str(number), TOKENS, 1000 * number) for number in range(2 * MAX_WAITING)]
     for _ in range(3):
         assert [bench.side.matched(one, 0) for one in many] == [None] * len(many)
-    assert [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-len(many) :]] == [
-        *[True] * MAX_WAITING,
-        *[False] * MAX_WAITING,
-    ]
+    waits = [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-len(many) :]]
+    assert waits == [True] * MAX_WAITING + [False] * MAX_WAITING
     # An aborted request and an answered lookup leave room for two further waits.
-    bench.side.finished(many[0], [], RequestEnd(complete=False))
+    bench.end(many[0], ABORTED)
     bench.pool.answers = True
     assert bench.side.matched(many[1], 0) == 0
     bench.pool.answers = False
@@ -158,28 +117,6 @@ def test_the_number_of_waiting_lookups_is_limited() -> None:
         later = asked(bench, f"later {number}", TOKENS, 100_000 + 1000 * number)
         assert bench.side.matched(later, 0) is None
     assert [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-3:]] == [True, True, False]
-
-
-def test_a_lost_daemon_ends_the_wait() -> None:
-    bench = measured()
-    one = asked(bench)
-    assert bench.side.matched(one, 0) is None
-    bench.pool.reachable = False
-    with pytest.raises(Unreachable):
-        bench.side.matched(one, 0)
-
-
-def test_a_match_without_its_heartbeat_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease that the daemon grants would otherwise be held until the session ends."""
-    bench = measured()
-
-    def fail(pool: FakePool) -> None:
-        raise Unreachable("gone")
-
-    monkeypatch.setattr(FakePool, "begin_heartbeat", fail)
-    with pytest.raises(Unreachable):
-        asked(bench)
-    assert [match.cancelled for match in bench.pool.matches[-1:]] == [True]
 
 
 def computes(bench: Bench, one: FakeRequest) -> None:
@@ -200,18 +137,18 @@ def test_no_wait_for_a_request_of_the_same_engine() -> None:
     assert waiting.options.in_flight_wait_s > 0
     assert bench.side.matched(beside, 96) is None
     assert waiting.cancelled
-    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    assert not may_wait(bench)
     longer = request(2 * TOKENS, "longer")
     bench.side.new_request(longer)
-    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    assert not may_wait(bench)
     bench.pool.answers = True
     assert bench.side.matched(beside, 96) == 0
     # When that request has ended, its segments are in the pool or will not be stored any more.
-    bench.side.finished(first, [], RequestEnd(complete=False))
-    bench.side.finished(beside, [], RequestEnd(complete=False))
+    bench.end(first, ABORTED)
+    bench.end(beside, ABORTED)
     bench.pool.answers = False
     asked(bench, "again")
-    assert bench.pool.matches[-1].options.in_flight_wait_s > 0
+    assert may_wait(bench)
 
 
 def test_a_preempted_request_does_not_wait_for_itself() -> None:
@@ -220,7 +157,7 @@ def test_a_preempted_request_does_not_wait_for_itself() -> None:
     computes(bench, one)
     bench.step(one, 0, TOKENS)
     bench.side.matched(one, 0)
-    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    assert not may_wait(bench)
 
 
 def test_no_wait_for_tokens_in_vllms_own_cache() -> None:
@@ -228,18 +165,8 @@ def test_no_wait_for_tokens_in_vllms_own_cache() -> None:
     one = asked(bench)
     bench.now += DEADLINE_S
     assert bench.side.matched(one, 96) is None
-    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    assert not may_wait(bench)
     bench.pool.answers = True
-    assert bench.side.matched(one, 96) == 0
-
-
-def test_no_lookup_while_another_is_overdue() -> None:
-    bench = measured()
-    owed = asked(bench, "owed", TOKENS, 5000)
-    one = asked(bench)
-    bench.pool.alive = False
-    bench.now += 2 * DEADLINE_S
-    assert bench.side.matched(owed, 0) == 0
     assert bench.side.matched(one, 96) == 0
 
 
@@ -259,7 +186,7 @@ def test_a_prompt_of_several_steps_is_marked_in_the_first() -> None:
     assert marked == keys[2:]
     # The pool lacks ten of the twelve segments of the prompt that could be loaded.
     assert seconds == pytest.approx(10 * FACTOR * SEGMENT * TOKEN_S, rel=0.05)
-    bench.side.finished(one, [], RequestEnd(complete=True, stop_reason="stop", output_tokens=1))
+    bench.end(one, RequestEnd(complete=True, stop_reason="stop", output_tokens=1))
     assert len(bench.pool.marked) == 1
 
 
@@ -268,8 +195,7 @@ def test_a_prompt_of_one_step_sets_no_further_markers() -> None:
     one = asked(bench)
     computes(bench, one)
     (save,) = bench.step(one, 0, TOKENS).saves
-    assert bench.pool.marked == []
-    assert save.marked, "the lookup set the marker"
+    assert (bench.pool.marked, save.marked) == ([], True), "the lookup set the marker"
 
 
 def test_the_last_aborted_request_removes_the_markers() -> None:
@@ -277,17 +203,10 @@ def test_the_last_aborted_request_removes_the_markers() -> None:
     first, second = asked(bench, "first"), asked(bench, "second")
     for one in (first, second):
         computes(bench, one)
-    bench.side.finished(first, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
+    bench.end(first, RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
     assert bench.pool.marked == []
-    bench.side.finished(second, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
+    bench.end(second, RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
     assert bench.pool.marked == [(tuple(bench.pool.prefix(second.all_token_ids).keys), 0.0)]
-
-
-def test_an_engine_that_does_not_store_sets_no_markers() -> None:
-    bench = Bench(save=False)
-    prefill(bench)
-    asked(bench)
-    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
 
 
 def test_a_failing_marker_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,3 +241,40 @@ def test_each_owner_comes_with_the_time_on_its_disk() -> None:
     lookup = Lookup(match, keys, pool.node, 1.0, lambda: 0.0, NO_WAIT)
     assert lookup.poll()
     assert lookup.owners == (LOCAL, Owner(HERE, 0.1), Owner("far", 0.2), Owner("away"))
+
+
+def test_a_daemon_that_stays_silent() -> None:
+    """It is noticed some time after the deadline of the lookup that was given up."""
+    bench, one = Bench(), request(TOKENS)
+    bench.pool.answers = False
+    assert bench.ask(one) is None
+    bench.now = 2 * DEADLINE_S
+    assert bench.side.matched(one, 0) == 0
+    silent = [bench.side.silent]
+    bench.now += SILENT_S + 0.1
+    silent.append(bench.side.silent)
+    bench.pool.answers = True
+    assert bench.place(request(TOKENS, "next", 1000)) == 0
+    assert [*silent, bench.side.silent] == [False, True, False]
+
+
+@pytest.mark.parametrize("error", [Unreachable, ZeroDivisionError])
+def test_an_error_ends_a_late_lookup(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease would stay otherwise. An unforeseen error is raised once."""
+    bench, one = Bench(), request(TOKENS)
+    bench.pool.answers = False
+    assert bench.ask(one) is None
+    bench.now = 2 * DEADLINE_S
+    assert bench.side.matched(one, 0) == 0
+    late = bench.pool.matches[-1]
+
+    def fail(match: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.connector.fakes.FakeMatch.poll", fail)
+        with pytest.raises(ZeroDivisionError) if error is ZeroDivisionError else contextlib.nullcontext():
+            bench.side.new_request(request(TOKENS, "next", 1000))
+    assert late.cancelled
+    bench.pool.answers = True
+    assert bench.place(request(TOKENS, "later", 2000)) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from tests.connector.side import SEGMENT, Bench, request
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.vllm.request import media_digests, unnamed_media
@@ -78,17 +77,3 @@ def test_names_of_the_client_are_refused() -> None:
         reason = unnamed_media([Feature(A, 0, 8), Feature(name, 8, 8)])
         assert reason is not None
         assert "multi_modal_uuids" in reason
-
-
-def test_digests_of_images_are_in_the_keys() -> None:
-    """A request stores and finds under the digests of its images."""
-    bench = Bench()
-    one, other = (media_digests([Feature(name, 4, 8)], SEGMENT) for name in (A, B))
-    first = request(3 * SEGMENT)
-    assert bench.place(first, extras=one) == 0
-    (save,) = bench.step(first, 0, first.num_tokens).saves
-    bench.pool.known |= {SegmentKey(key) for key in save.keys}
-    for number, (extras, found) in enumerate(((one, 3 * SEGMENT - 4), (other, 0), (None, 0))):
-        again = request(3 * SEGMENT, f"again {number}")
-        bench.side.new_request(again, extras=extras)
-        assert bench.side.matched(again, 0) == found

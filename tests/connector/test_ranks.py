@@ -1,3 +1,5 @@
+"""The shards of each rank, and the merged reports of several."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
 
 
 def layout(heads: int) -> Layout:
@@ -36,3 +39,15 @@ def test_each_shard_is_written_once(heads: int, size: int) -> None:
 def test_partial_shards_are_refused(heads: int, size: int) -> None:
     with pytest.raises(LayoutRefused, match=f"tensor parallel size {size}"):
         rank_shards(layout(heads), 0, size)
+
+
+def test_merged_reports_have_the_longer_times() -> None:
+    first = StepReport(7, computed={2: 1.0, 3: 4.0}, loaded={"a": LoadTime(1, 1), "b": LoadTime(5, 0)})
+    second = StepReport(5, computed={3: 2.0, 4: 1.0}, loaded={"b": LoadTime(1, 2), "c": LoadTime(0, 1)})
+    both = StepReport(
+        5,
+        computed={2: 1.0, 3: 4.0, 4: 1.0},
+        loaded={"a": LoadTime(1, 1), "b": LoadTime(5, 0), "c": LoadTime(0, 1)},
+    )
+    assert first.merged(second) == both
+    assert second.merged(first) == both

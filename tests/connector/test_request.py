@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.hints import Hints, Outlook
-from tokenlake_client.engines.vllm.request import SavedTokens, hints_of, loadable_segments, loadable_until
+from tokenlake_client.engines.vllm.request import hints_of, loadable_segments, loadable_until
 
-SEGMENT = 4
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda shape: (shape[0] * shape[1] * 4, shape[1] * 4))
 AGENT = Hints(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
 
@@ -74,61 +73,3 @@ def test_only_loadable_segments_are_looked_up(shape: tuple[int, int], total: int
     best = loadable_until(total // segment, total, segment, block)
     assert loadable_until(wanted, total, segment, block) == best
     assert not wanted or loadable_until(wanted - 1, total, segment, block) < best
-
-
-def test_a_step_without_loads_stores_what_it_computes() -> None:
-    saved = SavedTokens(SEGMENT)
-    saved.add_step(1, 10)
-    assert saved.take(100, certain=True) == range(2)
-    saved.add_step(2, 11)
-    assert saved.take(100, certain=True) == range(2, 2)
-    saved.add_step(3, 12)
-    assert saved.take(100, certain=True) == range(2, 3)
-
-
-def test_unknown_tokens_are_not_stored() -> None:
-    saved = SavedTokens(SEGMENT)
-    saved.add_step(1, 8)
-    assert saved.take(7, certain=True) == range(1)
-    assert saved.take(8, certain=True) == range(1, 2)
-
-
-def test_only_confirmed_tokens_are_stored_during_a_load() -> None:
-    saved = SavedTokens(SEGMENT)
-    saved.add_step(1, 8)
-    assert saved.take(100, certain=False) == range(0)
-    saved.add_step(2, 12)
-    saved.confirm(1)
-    assert saved.take(100, certain=False) == range(2)
-    saved.confirm(2)
-    assert saved.take(100, certain=False) == range(2, 3)
-
-
-def test_a_failed_load_voids_the_steps_under_way() -> None:
-    saved = SavedTokens(SEGMENT)
-    saved.segments = 2
-    saved.add_step(1, 16)
-    saved.add_step(2, 20)
-    saved.void()
-    saved.confirm(2)
-    assert saved.take(100, certain=False) == range(0)
-    saved.add_step(3, 12)
-    saved.confirm(3)
-    # The segments that could not be read are offered again.
-    assert saved.take(100, certain=False) == range(3)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.booleans()), max_size=30))
-def test_segments_are_taken_in_order_once_computed(steps: list[tuple[int, bool, bool]]) -> None:
-    saved = SavedTokens(SEGMENT)
-    computed, confirmed, expected = 0, 0, 0
-    for number, (tokens, sure, confirms) in enumerate(steps, 1):
-        computed += tokens
-        saved.add_step(number, computed)
-        taken = saved.take(1 << 20, certain=sure)
-        assert taken.start == expected
-        assert taken.stop * SEGMENT <= (computed if sure else max(confirmed, expected * SEGMENT))
-        expected = taken.stop
-        if confirms:
-            saved.confirm(number)
-            confirmed = computed

@@ -5,32 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.connector.side import CHEAP, DEAR, ENOUGH, SEGMENT, TOKEN_S, Bench, blocks_of, know, load, prefill, request
-from tokenlake.errors import Unreachable
 from tokenlake.planner.costs import LEAST_FETCH_S
 from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
-
-
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize(("took", "tokens"), [(CHEAP, 32), (DEAR, 0)])
-def test_measurements_decide_what_is_loaded(mode: str, took: LoadTime, tokens: int) -> None:
-    bench, asked = Bench(mode), request(33)
-    prefill(bench)
-    load(bench, took)
-    know(bench, asked, ["here"] * 4)
-    before = bench.counters.read()
-    assert bench.place(asked) == tokens
-    counts = bench.counters.read()
-    assert counts.tokens_hit - before.tokens_hit == tokens
-    assert counts.tokens_skipped_by_cost == 32 - tokens
-    assert bench.pool.leases[-1].released == (tokens == 0)
-
-
-def test_every_hit_is_loaded_below_eight_prefills() -> None:
-    bench, asked = Bench(), request(33)
-    prefill(bench, ENOUGH - 1)
-    load(bench, DEAR)
-    know(bench, asked, ["here"] * 4)
-    assert bench.place(asked) == 32
 
 
 def test_weigh_loads_false_loads_every_hit() -> None:
@@ -40,7 +16,7 @@ def test_weigh_loads_false_loads_every_hit() -> None:
     know(bench, asked, ["here"] * 4)
     assert bench.place(asked) == 32
     assert bench.counters.read().tokens_skipped_by_cost == 0
-    (plan,) = bench.side.step([], lambda name: []).loads
+    (plan,) = bench.idle().loads
     assert plan.at_most_s == 0.0, "it may take longer than computing"
 
 
@@ -51,16 +27,16 @@ def test_segments_of_a_slow_node_are_computed() -> None:
     load(bench, CHEAP, "near")
     load(bench, DEAR, "far")
     know(bench, asked, ["here", "near", "here", "far", "far"])
-    bench.side.new_request(asked)
-    assert bench.side.matched(asked, 0) == 24
+    assert bench.ask(asked) == 24
     lease = bench.pool.leases[-1]
     assert (lease.released_from, lease.released) == (3, False)
     # vLLM asks again for a request for which it had no free blocks.
     assert bench.side.matched(asked, 0) == 24
     bench.side.allocated(asked, blocks_of(asked), 24)
-    plan = bench.side.step([], lambda name: [])
+    plan = bench.idle()
     (loads,) = plan.loads
     assert (loads.start, loads.stop, loads.local) == (0, 24, False)
+    assert (lease.took or ())[:2] == (0, 24)
     assert bench.counters.read().tokens_skipped_by_cost == 16
 
 
@@ -69,7 +45,7 @@ def test_a_load_waits_at_most_half_as_long_as_its_prefill() -> None:
     bench, asked = Bench(), request(4001)
     know(bench, asked, ["far"] * 500)
     assert bench.place(asked) == 4000
-    (plan,) = bench.side.step([], lambda name: []).loads
+    (plan,) = bench.idle().loads
     assert plan.at_most_s == 0.0
     prefill(bench)
     load(bench, CHEAP, "far")
@@ -77,7 +53,7 @@ def test_a_load_waits_at_most_half_as_long_as_its_prefill() -> None:
         asked = request(tokens + 1, f"long {number}", 30_000 * (number + 1))
         know(bench, asked, ["far"] * (tokens // SEGMENT))
         assert bench.place(asked) == tokens
-        (plan,) = bench.side.step([], lambda name: []).loads
+        (plan,) = bench.idle().loads
         assert plan.at_most_s == pytest.approx(at_most_s, rel=0.01)
 
 
@@ -97,6 +73,8 @@ def test_token_counts_add_up() -> None:
         know(bench, one, nodes)
         missing += 33 - max(local, SEGMENT * len(nodes))
         bench.place(one, local)
+    unloaded = bench.pool.leases[-4]
+    assert (unloaded.took, unloaded.released) == ((0, 0, 0.0), True), "nothing of it is worth a load"
     counts = bench.counters.read()
     asked = counts.tokens_asked - before.tokens_asked
     hit = counts.tokens_hit - before.tokens_hit
@@ -113,9 +91,9 @@ def test_a_failed_load_is_no_sample() -> None:
         one = request(SEGMENT + 1, str(number), 100 * number)
         know(bench, one, ["here"])
         bench.place(one)
-        plan = bench.side.step([], lambda name: [])
+        plan = bench.idle()
         # Another rank has completed the load.
-        report = StepReport(plan.step, 0, loaded={one.request_id: CHEAP})
+        report = StepReport(0, loaded={one.request_id: CHEAP})
         bench.side.worker_output(report, [one.request_id], {plan.loads[0].blocks[0]})
     assert bench.side.rates.copy.at is None
 
@@ -125,9 +103,9 @@ def test_a_load_takes_the_time_of_its_slowest_rank() -> None:
     know(bench, one, ["here"])
     bench.place(one)
     for took in (LoadTime(0, 2.0), LoadTime(0, 5.0), LoadTime(0, 1.0)):
-        plan = bench.side.step([], lambda name: [])
-        bench.side.worker_output(StepReport(plan.step, 0, loaded={"r": took}), [], set())
-    bench.side.worker_output(StepReport(plan.step, 0), ["r"], set())
+        bench.idle()
+        bench.report(0, loaded={"r": took})
+    bench.report(0, ["r"])
     for _ in range(ENOUGH - 1):
         bench.side.rates.copy.add(1 << 20, 5.0, 0.0)
     assert bench.side.rates.copy.seconds(1 << 20) == pytest.approx(5.0)
@@ -137,8 +115,7 @@ def test_nodes_are_asked_for_without_waiting() -> None:
     bench, asked = Bench(), request(33)
     bench.pool.answers = bench.pool.answers_where = False
     know(bench, asked, ["far"] * 4)
-    bench.side.new_request(asked)
-    assert bench.side.matched(asked, 0) is None
+    assert bench.ask(asked) is None
     bench.pool.answers = True
     bench.now = 0.019
     bench.side.worker_output(None, [], set())
@@ -153,8 +130,7 @@ def test_a_missing_answer_costs_one_deadline_and_no_lease() -> None:
     bench, asked = Bench(), request(33)
     bench.pool.answers_where = False
     know(bench, asked, ["far"] * 4)
-    bench.side.new_request(asked)
-    assert bench.side.matched(asked, 0) is None
+    assert bench.ask(asked) is None
     bench.now = 0.020
     assert bench.side.matched(asked, 0) == 0
     assert bench.counters.read().lookups_late == 1
@@ -163,24 +139,6 @@ def test_a_missing_answer_costs_one_deadline_and_no_lease() -> None:
     bench.pool.leases[0].answers = True
     assert bench.place(request(33, "later", 900)) == 0
     assert (len(bench.pool.matches), bench.pool.leases[0].released) == (2, True)
-
-
-def test_a_failed_question_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, asked = Bench(), request(33)
-    bench.pool.answers_where = False
-    know(bench, asked, ["far"] * 4)
-    bench.side.new_request(asked)
-    assert bench.side.matched(asked, 0) is None
-    bench.now = 0.020
-    assert bench.side.matched(asked, 0) == 0
-
-    def gone(nodes: object) -> None:
-        raise Unreachable("gone")
-
-    monkeypatch.setattr("tests.connector.fakes.FakeNodes.poll", gone)
-    bench.side.new_request(request(33, "next", 500))
-    assert bench.pool.leases[0].released
-    assert len(bench.pool.matches) == 2
 
 
 def test_pool_calls_carry_the_request_name() -> None:

@@ -10,9 +10,9 @@ from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
 
 
 def test_the_configuration_wins_over_the_environment() -> None:
-    environ = {"TOKENLAKE_ENGINE_LOAD": "sync", "TOKENLAKE_ENGINE_SEGMENT_TOKENS": "512", "TOKENLAKE_MEMORY": "1GiB"}
-    settings = read_settings({"load": "async", "socket": "/s"}, environ)
-    assert (settings.load, settings.segment_tokens, settings.socket) == ("async", 512, "/s")
+    environ = {"TOKENLAKE_ENGINE_SALT": "s", "TOKENLAKE_ENGINE_SEGMENT_TOKENS": "512", "TOKENLAKE_MEMORY": "1GiB"}
+    settings = read_settings({"salt": "t", "socket": "/s"}, environ)
+    assert (settings.salt, settings.segment_tokens, settings.socket) == ("t", 512, "/s")
 
 
 def test_no_setting_is_required() -> None:
@@ -37,7 +37,6 @@ def test_the_deadlines_of_the_connections() -> None:
     ("name", "value"),
     [
         ("sockt", "/s"),
-        ("load", "later"),
         ("segment_tokens", 0),
         ("segment_tokens", "many"),
         ("match_ms", -1),

@@ -21,7 +21,7 @@ from tokenlake.wire import Code, engine
 from tokenlake_client.engines.vllm import load_worker as load_module
 from tokenlake_client.engines.vllm import save_worker as save_module
 from tokenlake_client.engines.vllm import worker as worker_module
-from tokenlake_client.engines.vllm.adapters import AdapterUse, LoadedAdapters
+from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.load_worker import LEAST_LEFT_S, load_parts
@@ -120,7 +120,7 @@ class Rank:
     def load(self, start: int = 0, stop: int = 20) -> StepPlan:
         blocks = tuple(range(50 + start // 4, 50 + stop // 4))
         plan = LoadPlan("r", tuple(map(int, self.lease.ids)), self.lease.incarnation, start, stop, blocks, local=True)
-        return self.step(wait=True, loads=(plan,))
+        return self.step(idle=True, loads=(plan,))
 
     def step(self, step: int = 1, **fields: Any) -> StepPlan:
         return StepPlan(step, int(self.pool.engine.session), self.pool.engine.incarnation, **fields)
@@ -149,14 +149,6 @@ def save(job: int, *names: str, **fields: Any) -> SavePlan:
 # -- loads
 
 
-def test_blocks_are_filled_from_their_segments() -> None:
-    rank = Rank()
-    assert rank.run(rank.load(4, 20)) == set()
-    assert rank.blocks.filled == [(51, 0), (52, 1), (53, 1), (54, 2)]
-    assert rank.side.report().loaded["r"].lost == 0
-    assert rank.side.report().loaded == {}
-
-
 def test_blocks_of_corrupt_and_ended_segments_are_errors() -> None:
     rank = Rank(verify=True)
     region, slot, _ = rank.lease.places[1].tolist()
@@ -176,19 +168,12 @@ def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
     rank, warned = Rank(), []
     for incarnation in (2, 1):
         (one,) = rank.load().loads
-        plan = rank.step(wait=True, loads=(replace(one, incarnation=incarnation),))
+        plan = rank.step(idle=True, loads=(replace(one, incarnation=incarnation),))
         warned.append((rank.run(plan), rank.blocks.filled == []))
     assert warned == [(ALL, True), (set(), False)]
     pool = rank.join()
     lost = load_parts(pool, rank.lease.ids, 7, "r", [Part(0, 0, 0, (1,))], rank.blocks)
     assert (lost.blocks, "the daemon has restarted" in lost.unfilled) == (0, True)
-
-
-def test_an_error_of_the_pool_fails_the_blocks() -> None:
-    rank = Rank()
-    assert rank.run(rank.load()) == set()
-    rank.daemon.stop()
-    assert rank.run(rank.load()) == ALL
 
 
 def test_copies_finish_before_the_lease_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +220,9 @@ def test_all_windows_of_a_load_share_one_limit(monkeypatch: pytest.MonkeyPatch) 
     assert third == LEAST_LEFT_S, "the limit has passed"
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
+def test_a_step_is_timed_without_its_loads() -> None:
     rank = Rank()
-    # vLLM computes after the loads if the step waits for them, otherwise before.
-    rank.run(replace(rank.load(), wait=wait, idle=True))
+    rank.run(rank.load())
     assert rank.side.report().computed == {1: 1.0}
     rank.run(rank.step(2))
     assert rank.side.report().computed == {2: 1.0}
@@ -293,23 +276,7 @@ def test_an_unserved_rank_fails_every_block() -> None:
     assert unserved.finished() == ({"done"}, {"r"})
     assert unserved.errors() == ALL
     report = unserved.report()
-    assert (report.step, report.done, report.serves) == (2, 3, False)
-
-
-def test_a_rank_executes_plans_of_loaded_adapters() -> None:
-    """Plans state the files that were digested for the keys; vLLM may have loaded older ones."""
-    use = AdapterUse(5, "new")
-    outcomes: list[tuple[str, set[int], int]] = [("old", ALL, 0), ("new", set(), 1)]
-    for files, errors, stored in outcomes:
-        adapters = LoadedAdapters(lambda line: None)
-        adapters.loaded(5, files)
-        rank = Rank(adapters=adapters)
-        plan = rank.load()
-        loads = tuple(replace(one, adapter=use) for one in plan.loads)
-        assert rank.run(replace(plan, loads=loads, saves=(save(1, "k", adapter=use),))) == errors
-        assert rank.side.flush(TIMEOUT_S)
-        assert rank.side.report().done == 1
-        assert rank.has("k") == stored
+    assert (report.done, report.serves) == (3, False)
 
 
 # -- the time of steps
@@ -356,16 +323,6 @@ def test_a_step_is_timed_once_the_device_reached_it() -> None:
 
 
 # -- saves
-
-
-def test_saves_are_executed_in_order_and_counted() -> None:
-    rank = Rank()
-    rank.run(rank.step(saves=(save(1, "a", "b"), save(2, "c", "d")), held=(("r", 2),)))
-    assert rank.side.flush(TIMEOUT_S)
-    assert (rank.side.report().done, rank.blocks.copied, rank.has(*"abcd")) == (2, [10, 12, 20, 22], 4)
-    assert rank.side.finished()[0] == {"r"}
-    assert rank.counters.read().tokens_stored == 32
-    rank.side.close(TIMEOUT_S)
 
 
 def test_blocks_taken_back_are_not_read() -> None:

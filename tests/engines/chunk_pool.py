@@ -1,23 +1,24 @@
-"""A pool of independent keys in this process, for the manager behind vLLM's OffloadingConnector."""
+"""A memory pool of independent keys for the manager behind vLLM's OffloadingConnector, whose leased segments may be on
+another node, lost, or slow to fetch."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.errors import Unreachable
-from tokenlake.identity import LeaseId, SegmentKey, WriteId
-from tokenlake.keys import Salt
+from tests.engines.faulty_pool import opened
+from tokenlake.identity import SegmentKey
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake.wire import Code
-from tokenlake_client.match import MatchOptions
+from tokenlake_client.engine_calls import EngineCalls
+from tokenlake_client.lease import Lease
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions, PendingMatch
+from tokenlake_client.testing import MemoryPool
 
-Segment = NDArray[np.uint8]
 TIMEOUT_S = 10.0
 
 
@@ -34,137 +35,84 @@ def layout_of(shards: int = 1, shard_bytes: int = 64) -> OpaqueLayout:
     )
 
 
-LAYOUT = layout_of()
+class ChunkPool(MemoryPool):
+    """The connection of the manager, and its daemon."""
 
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class ChunkPools:
-    """The daemon, and the connection of the manager, in one object."""
-
-    def __init__(self, layout: OpaqueLayout = LAYOUT) -> None:
-        self.layout = layout
-        self.session, self.incarnation, self.connected = 7, 1, True
-        self.segments: dict[bytes, Segment] = {}
-        self.remote: set[bytes] = set()
+    def __init__(self, layout: OpaqueLayout) -> None:
+        super().__init__(layout)
+        opened.append(self)
+        self.engine = _Engine(self)
+        self.remote: set[SegmentKey] = set()
         """Keys of segments on another node; a fetch makes them local."""
+        self.lost: set[SegmentKey] = set()
+        """Keys of segments that a fetch does not find."""
         self.fetching = threading.Semaphore(0)
         """Released once by each fetch."""
         self.fetches = threading.Event()
         """A fetch waits for it."""
         self.fetches.set()
-        self.lost: set[bytes] = set()
-        """Keys of segments that a fetch does not find."""
-        self.answers = True
-        """Does the daemon answer matches?"""
-        self.matches: list[MatchOptions] = []
-        self.asked: list[int] = []
-        """The number of keys of each match."""
-        self.leases: dict[int, _Lease] = {}
-        self.writes = 0
-        self.closed = 0
-        self.engine = self
+        self.asked: list[tuple[int, MatchOptions]] = []
+        """The number of keys of each match, and its options."""
+        self.leases: list[Lease] = []
+        self.took: tuple[int, int] | None = None
+        """The tokens that the last lease was told of."""
 
-    def opaque_keys(
-        self,
-        engine_keys: Iterable[tuple[int, bytes]],
-        *,
-        adapter: str | None = None,
-        salt: Salt = None,
-        weights_digest: str | None = None,
-    ) -> list[SegmentKey]:
-        named = [(group, key, adapter, salt, weights_digest) for group, key in engine_keys]
-        return [SegmentKey(hashlib.sha256(repr(each).encode()).digest()) for each in named]
+    def put(self, keys: Sequence[SegmentKey]) -> None:
+        """Store segments, as a rank does."""
+        codes = self.store_all(keys, lambda index, slot: slot.fill(index))
+        assert set(codes) <= {Code.COMMITTED, Code.EXISTS}
+
+    def leased(self, lease: int = -1) -> list[int]:
+        """The indices of the segments of a lease that are not released."""
+        held = [bool(each) for hold in self.leases[lease]._holds for each in hold.unreleased]
+        return [index for index, each in enumerate(held) if each]
+
+
+class _Engine(EngineCalls):
+    def __init__(self, pool: ChunkPool) -> None:
+        super().__init__(pool._state, pool._heartbeat)
+        self._pool = pool
 
     def begin_match(
-        self, keys: Sequence[SegmentKey], options: MatchOptions, *, deadline_s: float | None = None
-    ) -> _Pending:
-        self.matches.append(options)
-        self.asked.append(len(keys))
-        return _Pending(self, keys)
-
-    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, **_: Any) -> _Reservation:
-        self.writes += 1
-        return _Reservation(self.writes, self.incarnation, bytes([Code.RESERVED]) * len(keys))
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def leased(self) -> int:
-        """The number of leased segments."""
-        return sum(sum(lease.held) for lease in self.leases.values())
+        self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
+    ) -> Any:
+        self._pool.asked.append((len(keys), options))
+        return _Pending(self._pool, super().begin_match(keys, options, deadline_s=deadline_s), keys)
 
 
 class _Pending:
-    def __init__(self, pools: ChunkPools, keys: Sequence[SegmentKey]) -> None:
-        self._pools, self._keys = pools, keys
+    def __init__(self, pool: ChunkPool, pending: PendingMatch, keys: Sequence[SegmentKey]) -> None:
+        self._pool, self._pending, self._keys = pool, pending, keys
         self._lease: _Lease | None = None
-        self._cancelled = False
-        self.answers = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
 
     def poll(self) -> _Lease | None:
-        if not self._pools.connected:
-            raise Unreachable("no daemon")
-        if self._lease is None and self._pools.answers:
-            self.answers += 1
-            self._lease = _Lease(self._pools, self._keys)
+        lease = self._pending.poll()
+        if lease is not None and self._lease is None:
+            self._pool.leases.append(lease)
+            self._lease = _Lease(self._pool, lease, self._keys)
         return self._lease
-
-    def cancel(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
 
 
 class _Lease:
-    def __init__(self, pools: ChunkPools, keys: Sequence[SegmentKey]) -> None:
-        self._pools = pools
-        held = [bytes(key) for key in keys if bytes(key) in pools.segments]
-        self.keys = held
-        self.hits, self.incarnation = len(held), pools.incarnation
-        self.held = [True] * self.hits
-        found = {key: Code.REMOTE if key in pools.remote else Code.LOCAL for key in held}
-        self.codes = bytes(found.get(bytes(key), Code.MISSING) for key in keys)
-        self.ids = (LeaseId(len(pools.leases) + 1),)
-        self.took: tuple[int, int] | None = None
-        pools.leases[int(self.ids[0])] = self
+    def __init__(self, pool: ChunkPool, lease: Lease, keys: Sequence[SegmentKey]) -> None:
+        self._pool, self._lease = pool, lease
+        codes = zip(keys, lease.codes, strict=True)
+        self.codes = bytes(Code.REMOTE if key in pool.remote else code for key, code in codes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
 
     def takes(self, start: int, stop: int, saved_s: float = 0.0) -> None:
-        self.took = start, stop
+        self._pool.took = start, stop
+        self._lease.takes(start, stop, saved_s)
 
-    def fetch(self, start: int, stop: int, at_most_s: float = 0.0) -> list[Segment]:
-        self._pools.fetching.release()
-        assert self._pools.fetches.wait(TIMEOUT_S)
-        if not self._pools.connected:
-            raise Unreachable("no daemon")
-        arrays = []
-        for index in range(start, stop):
-            key = self.keys[index]
-            if key in self._pools.lost:
-                break
-            self._pools.remote.discard(key)
-            arrays.append(self._pools.segments[key])
-        return arrays
-
-    def code(self, index: int) -> Code:
-        return Code.LOST
-
-    def release(self, start: int = 0, stop: int | None = None) -> None:
-        for index in range(start, self.hits if stop is None else stop):
-            self.held[index] = False
-
-
-class _Reservation:
-    def __init__(self, number: int, incarnation: int, codes: bytes) -> None:
-        self.id, self.incarnation, self.codes = WriteId(number), incarnation, codes
-        self.released = False
-
-    def release(self) -> None:
-        self.released = True
+    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        self._pool.fetching.release()
+        assert self._pool.fetches.wait(TIMEOUT_S)
+        keys = self._lease.keys[start:stop]
+        stop = next((start + at for at, key in enumerate(keys) if key in self._pool.lost), stop)
+        self._pool.remote.difference_update(keys)
+        return self._lease.fetch(start, stop)

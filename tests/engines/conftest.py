@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.engines.faulty_pool import opened
+from tests.engines.faulty_pool import FaultyPool, opened
 from tests.query.scene import serving
 from tokenlake_testing.cluster import Cluster
 
@@ -31,6 +32,23 @@ def _quiet_transformers() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A small model, whose heads share keys and values."""
+    from tests.engines.models import family
+
+    return family("llama-gqa")
+
+
+@pytest.fixture
+def pool(model: Any) -> FaultyPool:
+    """An empty pool for the model."""
+    from tests.engines.models import SEGMENT
+    from tokenlake_client.engines.transformers import layout_of
+
+    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
+
+
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """Three nodes with query engines, each of which takes seconds to import torch."""
@@ -43,5 +61,6 @@ def _no_open_pool() -> Iterator[None]:
     yield
     while opened:
         pool = opened.pop()
-        pool.broken.clear()
+        if isinstance(pool, FaultyPool):
+            pool.broken.clear()
         pool.close()

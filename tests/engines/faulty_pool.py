@@ -17,7 +17,7 @@ from tokenlake_client import Lease, MatchOptions
 from tokenlake_client.engine_calls import EngineCalls
 from tokenlake_client.testing import MemoryPool
 
-opened: list[FaultyPool] = []
+opened: list[MemoryPool] = []
 """The pools of the test that runs, which are closed at its end."""
 INDEPENDENT = MatchOptions(independent=True)
 

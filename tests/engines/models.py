@@ -8,6 +8,8 @@ import torch
 import transformers
 
 VOCABULARY = 199
+SEGMENT = 16
+"""The tokens of a segment in the tests of engines."""
 END = 1
 PAD = 0
 COMMON = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": END, "bos_token_id": END}

@@ -11,7 +11,7 @@ import torch
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
-from tokenlake_client.engines.common.slots import slot_tensors
+from tokenlake_client.engines.common.slots import slot_whole
 from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, BlockCache, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.copies import DeviceCopy, HostCopy
 from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
@@ -60,6 +60,12 @@ def kernel_write(backend: str, cache: Any, at: int, keys: Any, values: Any) -> N
     cache[at] = packed.view(heads, tokens, 2 * DIM)
 
 
+def layers_of(slot: Any) -> list[Any]:
+    """For each layer of the slot, its keys and values."""
+    keys, values = slot_whole(slot, LAYOUT)
+    return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+
+
 @pytest.mark.parametrize(("backend", "order", "together", "parts"), CASES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (3, 4), (5, 8)])
 def test_a_segment_goes_out_in_canonical_order_and_comes_back(
@@ -81,7 +87,7 @@ def test_a_segment_goes_out_in_canonical_order_and_comes_back(
     copy = HostCopy(BlockCache(LAYOUT, shards, stacks))
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
     copy.to_slot(slot, Part(0, 0, 0, tuple(blocks)))
-    for layer, sides in enumerate(slot_tensors(slot, LAYOUT)):
+    for layer, sides in enumerate(layers_of(slot)):
         for side, written in enumerate(sides):
             mine = written[shards.first : shards.stop].flatten(0, 1)
             assert torch.equal(mine, tokens[side, layer])
@@ -107,18 +113,7 @@ def test_a_segment_goes_through_a_device_and_back(size: int) -> None:
         device_copy(device, tensors, shards).to_slot(there, Part(0, 0, 0, tuple(blocks)))
         assert np.array_equal(slot, there)
     copy = device_copy(device, loaded, shards)
-    device_copy(device, tensors, shards).to_slot(
-        slot,
-        Part(
-            0,
-            0,
-            0,
-            (
-                3,
-                0,
-            ),
-        ),
-    )
+    device_copy(device, tensors, shards).to_slot(slot, Part(0, 0, 0, (3, 0)))
     copy.from_slot(slot, Part(0, 0, 1, (0,)))
     copy.from_slot(slot, Part(0, 0, 0, (3,)))
     copy.finish()
@@ -146,7 +141,7 @@ def test_a_slot_has_zeros_behind_the_tail_of_a_prompt(parts: int, size: int) -> 
         tensor.fill_(1.0)
     slot = np.full(LAYOUT.segment_bytes, 0xFF, np.uint8)
     host_copy(tensors, shards).to_slot(slot, Part(0, 0, 0, (3,)))
-    for sides in slot_tensors(slot, LAYOUT):
+    for sides in layers_of(slot):
         for side in sides:
             mine = side[shards.first : shards.stop]
             assert (mine[..., :BLOCK, :] == 1).all()

@@ -27,7 +27,6 @@ from tokenlake_client.engines.vllm.offloading.chunks import (
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
 from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.lease import Lease
@@ -188,40 +187,11 @@ def test_what_was_stored_is_loaded_into_other_blocks(pools: Scene) -> None:
     assert (counts.tokens_stored, counts.tokens_loaded, counts.failures) == (96, 96, 0)
 
 
-def test_a_part_of_a_chunk_is_loaded(pools: Scene) -> None:
-    rank = Rank(pools)
-    expected = rank.contents(0, [2, 3])
-    rank.worker.submit_store(1, STORED, store(pools))
-    rank.finished(1)
-    rank.clear()
-    job = LoadJob(pools.member, "r", load(pools).leases, (0, 1), (3, 3))
-    rank.worker.submit_load(2, job, BlockRange([12, 13], [2, 0], [1, 0]))
-    assert rank.finished(2) == set()
-    assert all(np.array_equal(*pair) for pair in zip(expected, rank.contents(0, [12, 13]), strict=True))
-
-
 def test_a_chunk_whose_first_block_was_given_up_is_not_stored(pools: Scene) -> None:
     rank = Rank(pools)
     rank.worker.submit_store(1, BlockRange([2, 3, 4, 9, 8], [3, 2], [1, 0]), store(pools))
     rank.finished(1)
     assert set(pools.stored()) == {1, 2}
-
-
-def test_two_ranks_fill_their_shards() -> None:
-    pools = Scene(2)
-    ranks = [Rank(pools, shard, seed=shard) for shard in (0, 1)]
-    expected = [rank.contents(0, [1, 2, 3, 4]) for rank in ranks]
-    reserved = pools.pool.engine.reserve(KEYS)
-    for rank in ranks:
-        assert not pools.stored()
-        rank.worker.submit_store(1, STORED, store(pools, int(reserved.id)))
-        rank.finished(1)
-        rank.clear()
-    assert set(pools.stored()) == {0, 1, 2}
-    for rank, contents in zip(ranks, expected, strict=True):
-        rank.worker.submit_load(2, load(pools), STORED)
-        assert rank.finished(2) == set()
-        assert all(np.array_equal(*pair) for pair in zip(contents, rank.contents(0, [1, 2, 3, 4]), strict=True))
 
 
 @pytest.mark.parametrize("fault", ["no daemon", "another daemon", "lost", "not leased", "no session", "unserved"])
@@ -292,23 +262,6 @@ def test_blocks_that_vllm_took_back_are_not_read(pools: Scene) -> None:
     assert rank.counters.read().tokens_stored == 0
 
 
-@pytest.mark.parametrize(("call_ms", "wait_s"), [(250.0, 5.0), (20_000.0, 20.0)])
-def test_jobs_join_within_the_deadline_of_connections(
-    pools: Scene, monkeypatch: pytest.MonkeyPatch, call_ms: float, wait_s: float
-) -> None:
-    waits: list[float] = []
-
-    def never(self: object, session: int, incarnation: int, wait_s: float) -> None:
-        waits.append(wait_s)
-
-    monkeypatch.setattr(RankSession, "get", never)
-    rank = Rank(pools, call_ms=call_ms)
-    rank.worker.submit_store(1, STORED, store(pools))
-    assert rank.finished(1) == set()
-    assert waits == [wait_s]
-    assert any("the rank has no connection to the daemon" in report for report in rank.reports)
-
-
 def test_jobs_beyond_the_queue_are_given_up(pools: Scene) -> None:
     rank = Rank(pools, write_queue=1)
     rank.gate.clear()
@@ -326,9 +279,3 @@ def test_a_job_that_does_not_fit_is_reported_and_ends(pools: Scene) -> None:
     rank.worker.submit_load(2, load(pools), BlockRange([1], [1, 0], [0, 0]))
     assert rank.finished(1, 2) == {"r"}
     assert len(rank.reports) == 2
-
-
-def test_the_largest_chunk_sets_the_size() -> None:
-    rank = Rank(Scene())
-    assert PageCache(rank.groups, SIZE).shard_bytes == SIZE * 20
-    rank.worker.close(1.0)

@@ -172,7 +172,7 @@ def worker(copy: DeviceCopy, slots: list[NDArray[np.uint8]], stored: list[NDArra
     return WorkerSide(members, copy, shards, settings, BLOCK, EngineCounters(), lambda what, error: None, print)
 
 
-LOAD = StepPlan(1, 7, 1, wait=False, loads=(LoadPlan("r", (9,), 1, 0, SEGMENT, (4, 1), local=True),))
+LOAD = StepPlan(1, 7, 1, loads=(LoadPlan("r", (9,), 1, 0, SEGMENT, (4, 1), local=True),))
 SAVE = StepPlan(1, 7, 1, saves=(SavePlan(1, "r", 0, (b"k" * 32,), (4, 1)),))
 
 
@@ -279,20 +279,7 @@ def test_a_save_returns_when_its_copy_is_complete() -> None:
     copy, _ = blocks_on(device, 5.0)
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
     device.held.clear()
-    saving, errors = in_thread(
-        lambda: copy.to_slot(
-            slot,
-            Part(
-                0,
-                0,
-                0,
-                (
-                    4,
-                    1,
-                ),
-            ),
-        )
-    )
+    saving, errors = in_thread(lambda: copy.to_slot(slot, Part(0, 0, 0, (4, 1))))
     saving.join(0.1)
     assert saving.is_alive()
     assert not slot.any()

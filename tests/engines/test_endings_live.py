@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.engines.models import family, prompt
-from tests.engines.test_shipping import SEGMENT, engine_at
+from tests.engines.models import SEGMENT, prompt
+from tests.engines.test_shipping import engine_at
 from tests.robustness.live import PATIENT, daemons
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.node import NodeCore
@@ -40,11 +40,6 @@ def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
     return [index[key].hints for key in keys]
 
 
-def hints_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
-    """As `known_of`, without the access records that the daemon added."""
-    return [msgspec.structs.replace(hints, access=NO_ACCESS) for hints in known_of(log, keys)]
-
-
 def keys_of(cluster: Cluster, engine: TokenLakeEngine, tokens: list[int]) -> Sequence[SegmentKey]:
     """The keys of the full segments of `tokens`."""
     assert engine.layout is not None
@@ -52,47 +47,39 @@ def keys_of(cluster: Cluster, engine: TokenLakeEngine, tokens: list[int]) -> Seq
         return pool.prefix(tokens).keys
 
 
-def test_the_daemon_gets_the_end_of_requests(tmp_path: Path) -> None:
+def test_the_daemon_gets_the_end_of_requests(tmp_path: Path, model: Any) -> None:
+    """One is cut off, one stops, and one ends its conversation."""
     log = tmp_path / "events"
-    model = family("llama-gqa")
-    first, second = (torch.tensor([prompt(3 * SEGMENT + 1, seed)]) for seed in (1, 2))
+    cut, stopped, over = (torch.tensor([prompt(3 * SEGMENT + 1, seed)]) for seed in (1, 2, 3))
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-    end = model.generate(second, **settings, max_new_tokens=5)[0, -1].item()
+    end = model.generate(stopped, **settings, max_new_tokens=5)[0, -1].item()
+    settings["max_new_tokens"] = NEW
     with daemons(1, record=str(log)) as cluster:
         with engine_at(cluster, 0, model, "auto") as engine:
-            cut = engine.generate(first, hints=CHAT, **settings, max_new_tokens=NEW)[0].tolist()
-            engine.generate(second, **settings | {"eos_token_id": end}, max_new_tokens=NEW)
+            conversation, ended = (engine.generate(ids, hints=CHAT, **settings)[0].tolist() for ids in (cut, over))
+            engine.generate(stopped, **settings | {"eos_token_id": end})
+            # The last token was not fed to the model, so no cache holds it.
+            engine.hint(ended[:-1], Hints(Outlook.OVER))
             assert engine.flush(30)
             assert engine.counts.failures == 0
-            conversation = keys_of(cluster, engine, cut[:-1])
-            stopped = keys_of(cluster, engine, second[0].tolist())
+            keys = [keys_of(cluster, engine, tokens[:-1]) for tokens in (conversation, ended)]
+            keys.append(keys_of(cluster, engine, stopped[0].tolist()))
         cluster.nodes[0].stop()
-    assert len(conversation) == 5
-    assert hints_of(log, conversation) == [CHAT.ended("length", NEW)] * 5
-    assert hints_of(log, stopped) == [Hints(stop_reason="stop", output_tokens=5)] * 3
-
-
-def test_the_daemon_gets_the_end_of_a_conversation(tmp_path: Path) -> None:
-    log = tmp_path / "events"
-    model = family("llama-gqa")
-    ids = torch.tensor([prompt(3 * SEGMENT + 1, 1)])
-    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
-    with daemons(1, record=str(log)) as cluster:
-        with engine_at(cluster, 0, model, "auto") as engine:
-            output = engine.generate(ids, hints=CHAT, **settings)[0].tolist()
-            # The last token was not fed to the model, so no cache holds it.
-            engine.hint(output[:-1], Hints(Outlook.OVER))
-            assert engine.flush(30)
-            keys = keys_of(cluster, engine, output[:-1])
-        cluster.nodes[0].stop()
-    assert hints_of(log, keys) == [Hints(Outlook.OVER, "chat", priority=1, output_tokens=NEW)] * 5
+    expected = {
+        CHAT.ended("length", NEW): 5,
+        Hints(Outlook.OVER, "chat", priority=1, output_tokens=NEW): 5,
+        Hints(stop_reason="stop", output_tokens=5): 3,
+    }
+    for some, (hints, count) in zip(keys, expected.items(), strict=True):
+        # Without the access records that the daemon added.
+        known = [msgspec.structs.replace(each, access=NO_ACCESS) for each in known_of(log, some)]
+        assert known == [hints] * count
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
-def test_a_turn_of_a_conversation_is_one_access(tmp_path: Path, mode: str) -> None:
+def test_a_turn_of_a_conversation_is_one_access(tmp_path: Path, model: Any, mode: str) -> None:
     """The match of the plan, the read and the wait count as one access."""
     log = tmp_path / "events"
-    model = family("llama-gqa")
     ids = torch.tensor([prompt(3 * SEGMENT + 1, 1)])
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
     with daemons(1, record=str(log)) as cluster:

@@ -10,24 +10,11 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import FAMILIES, VOCABULARY, build, family, padded, prompt
-from tokenlake.errors import Unreachable
+from tests.engines.models import FAMILIES, SEGMENT, build, family, padded, prompt
 from tokenlake.wire import Code
-from tokenlake_client.engines.common import connection
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
-SEGMENT = 16
 NEW = 10
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
-
-
-@pytest.fixture
-def pool(model: Any) -> FaultyPool:
-    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
 def engine_of(model: Any, pool: FaultyPool, **options: Any) -> TokenLakeEngine:
@@ -353,34 +340,6 @@ def test_salts_and_adapters_do_not_share(model: Any, pool: FaultyPool) -> None:
     assert len(pool.segments) == 3 * ((40 + NEW - 1) // SEGMENT)
 
 
-def test_a_daemon_that_appears_later_is_used(model: Any, pool: FaultyPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = True
-
-    def connect(self: TokenLakeEngine, socket: object) -> Any:
-        if absent:
-            raise Unreachable(f"nobody at {socket}")
-        return pool
-
-    monkeypatch.setattr(TokenLakeEngine, "_connect", connect)
-    monkeypatch.setattr(connection, "RETRY_S", 0.0)
-    ids = torch.tensor([prompt(40)])
-    expected = greedy(model.generate, ids)
-    with TokenLakeEngine(model, "/run/later", EngineOptions(segment_tokens=SEGMENT)) as engine:
-        assert greedy(engine.generate, ids) == expected
-        assert engine.counts.requests == 0
-        absent = False
-        assert greedy(engine.generate, ids) == expected
-        assert engine.counts.requests == 1
-
-
-def test_a_full_queue_stores_nothing_and_does_not_block(model: Any, pool: FaultyPool) -> None:
-    ids = torch.tensor([prompt(40)])
-    with engine_of(model, pool, write_queue=0) as engine:
-        greedy(engine.generate, ids)
-        assert engine.counts.tokens_not_stored >= 2 * SEGMENT
-    assert not pool.segments
-
-
 def test_bfloat16_bytes_survive_the_round_trip() -> None:
     model = family("llama-gqa", torch.bfloat16)
     pool = FaultyPool(layout_of(model, segment_tokens=SEGMENT))
@@ -393,7 +352,3 @@ def test_bfloat16_bytes_survive_the_round_trip() -> None:
     for computed, loaded in zip(cold.cache.layers, warm.cache.layers, strict=True):
         assert torch.equal(computed.keys.view(torch.uint16), loaded.keys.view(torch.uint16))
         assert torch.equal(computed.values.view(torch.uint16), loaded.values.view(torch.uint16))
-
-
-def test_token_ids_stay_in_the_vocabulary() -> None:
-    assert max(prompt(500)) < VOCABULARY

@@ -8,22 +8,11 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import family, prompt
+from tests.engines.models import SEGMENT, prompt
 from tokenlake.hints import Hints, Outlook
-from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 
-SEGMENT = 16
 CHAT = Hints(Outlook.GOES_ON, "chat", priority=1, ttl_s=60.0)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
-
-
-@pytest.fixture
-def pool(model: Any) -> FaultyPool:
-    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
 def asked(pool: FaultyPool) -> list[tuple[str | None, Hints | None, int]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import family, prompt
+from tests.engines.models import SEGMENT, prompt
 from tests.robustness.live import daemons
 from tokenlake.errors import Unreachable
 from tokenlake.hints import Hints, Outlook
@@ -20,15 +20,9 @@ from tokenlake_client.engines.common import connection
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_testing.cluster import Cluster
 
-SEGMENT = 16
 CALLS = ("prefix", "match", "nodes", "fetch", "second fetch", "release", "store", "commit", "mark_in_flight", "hint")
 SETTINGS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 GOES_ON = Hints(Outlook.GOES_ON)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
 
 
 KNOWN = prompt(4 * SEGMENT + 3, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import family, prompt
+from tests.engines.models import SEGMENT, prompt
 from tests.robustness.live import LAYOUT, LIMIT_S
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
@@ -16,10 +16,9 @@ from tokenlake.planner.costs import LEAST_FETCH_S
 from tokenlake.planner.fits import ENOUGH, NEWEST
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S
-from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_client.engines.transformers.measurements import Measurements
 
-SEGMENT = 16
 EACH_S = 0.01
 """The time to compute one token."""
 SIZE = LAYOUT.segment_tokens
@@ -71,16 +70,6 @@ def test_no_wait_where_it_does_not_pay(rates: Rates, found: int, wanted: int) ->
 
 def test_the_wait_is_limited_by_the_daemon() -> None:
     assert patience_s(rates_of(each_s=0.9 * LONGEST_S / SIZE), 0, 1) == LONGEST_S
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
-
-
-@pytest.fixture
-def pool(model: Any) -> FaultyPool:
-    return FaultyPool(layout_of(model, segment_tokens=SEGMENT))
 
 
 def patience(pool: FaultyPool, first: int) -> list[float]:

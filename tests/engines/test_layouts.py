@@ -70,12 +70,7 @@ def test_position_names_the_rotation() -> None:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "sliding window": (
-        "MistralConfig",
-        "MistralForCausalLM",
-        {**LLAMA, "sliding_window": 64},
-        "'sliding_window'",
-    ),
+    "sliding window": ("MistralConfig", "MistralForCausalLM", {**LLAMA, "sliding_window": 64}, "'sliding_window'"),
     "some layers slide": (
         "Qwen2Config",
         "Qwen2ForCausalLM",
@@ -123,13 +118,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "local layers": (
         "GPTNeoConfig",
         "GPTNeoForCausalLM",
-        {
-            **COMMON,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-        },
+        {**COMMON, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
         "'(attention_types|attention_layers|window_size)'",
     ),
     "linear biases": (

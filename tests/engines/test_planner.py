@@ -1,4 +1,5 @@
-"""Mode `auto`: the planner chooses by the measurements, and the tokens equal those of the model alone."""
+"""The ways to the cache of a prefix: the planner chooses by the measurements, the tokens are those of the model alone,
+and the daemons count them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import family, padded, prompt
-from tests.engines.test_shipping import READER, SEGMENT, check, engine_at, put, shipped
+from tests.engines.models import SEGMENT, padded, prompt
+from tests.engines.test_shipping import READER, check, engine_at, put, shipped
 from tests.query.scene import serving
-from tests.robustness.live import daemons
+from tests.robustness.live import daemons, wait_until
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
@@ -21,21 +22,6 @@ pytestmark = pytest.mark.live
 
 SAMPLES = 64
 """The number of samples of a full fit; the engine's own samples change it little."""
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
-
-
-@pytest.fixture
-def rows(cluster: Cluster, model: Any, request: pytest.FixtureRequest) -> list[list[int]]:
-    """Rows whose segments are stored on several nodes."""
-    # Each test has its own rows, because segments fetched by one test would be local in the next.
-    seed = 10 * sum(map(ord, request.node.name))
-    made = [prompt(6 * SEGMENT + 1 + number, seed + number) for number in range(3)]
-    put(cluster, model, made)
-    return made
 
 
 def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s: float, query_s: float) -> Rates:
@@ -51,45 +37,57 @@ def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s
             peer.fetch.add(count << 14, byte_s * (count << 14), 0.0)
             peer.queries.add(count, count << 10, 16 * count, query_s, 0.0)
     for node in cluster.nodes:
-        rates.peer(NodeId(node.name)).open_s.add(query_s, 0.0)
+        rates.peer(NodeId(node.name)).open_s.add(query_s)
     return rates
 
 
-def test_prefixes_are_fetched_before_measurements(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
-    with engine_at(cluster, READER, model, mode="auto") as engine:
+WAYS: dict[str, tuple[str, tuple[float, float, float] | None, str]] = {
+    "fetch": ("fetch", None, "hit"),
+    "ship": ("ship", None, "shipped"),
+    "auto, nothing is measured": ("auto", None, "hit"),
+    "auto, fetching is cheap": ("auto", (10.0, 1e-12, 10.0), "hit"),
+    "auto, computing is cheap": ("auto", (1e-6, 1.0, 100.0), "skipped"),
+    "auto, queries are cheap": ("auto", (10.0, 1.0, 1e-5), "shipped"),
+}
+"""The mode, the rates as of `measured`, and what becomes of the stored tokens."""
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_cheapest_way_is_taken_and_counted(cluster: Cluster, model: Any, way: str, count: int) -> None:
+    """The daemons count the same tokens as the engine."""
+    mode, seconds, taken = WAYS[way]
+    seed = 10 * sum(map(ord, way)) + 100 * count
+    rows = [prompt(6 * SEGMENT + 5 + number, seed + number) for number in range(count)]
+    # The last row is computed by this engine alone.
+    stored = rows[: max(1, count - 1)]
+    put(cluster, model, stored)
+    before = cluster.tokens()
+    with engine_at(cluster, READER, model, mode=mode) as engine:
+        if seconds is not None:
+            measured(engine, cluster, *seconds)
         counts = check(engine, model, rows)
-        assert counts.tokens_hit == shipped(rows)
-        assert counts.tokens_shipped == counts.tokens_skipped == 0
+        assert engine.flush(30)
+    found = {"hit": counts.tokens_hit, "shipped": counts.tokens_shipped, "skipped": counts.tokens_skipped}
+    assert sum(found.values()) == shipped(stored)
+    # Only segments of other nodes are slow: local ones may be read.
+    assert found[taken] == shipped(stored) if taken != "skipped" else found[taken] > found["shipped"] == 0
+    assert not counts.bytes_sent or taken == "shipped"
+    supplied = counts.tokens_hit + counts.tokens_shipped
+    expected = {"asked": counts.tokens_asked, "supplied": supplied, "missed": counts.tokens_computed}
+
+    def counted() -> dict[str, int]:
+        grown = {name: tokens - before.get(name, 0) for name, tokens in cluster.tokens().items()}
+        asked = grown.pop("asked")
+        supplied = sum(grown.pop(source, 0) for source in ("local", "fetched", "shipped"))
+        return {"asked": asked, "supplied": supplied, "missed": sum(grown.values())}
+
+    wait_until(lambda: counted() == expected, f"the daemons count {expected}", 10.0)
 
 
-def test_segments_that_are_slow_to_fetch_are_computed(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
-    with engine_at(cluster, READER, model, mode="auto") as engine:
-        measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
-        counts = check(engine, model, rows)
-        assert counts.tokens_shipped == 0
-        # Only segments of other nodes are slow: local ones may be read.
-        assert counts.tokens_skipped > 0
-        assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
-
-
-def test_queries_are_shipped_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
-    with engine_at(cluster, READER, model, mode="auto") as engine:
-        measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
-        counts = check(engine, model, rows)
-        assert counts.tokens_shipped == shipped(rows)
-        assert counts.bytes_sent > 0
-        assert counts.tokens_skipped == 0
-
-
-def test_prefixes_are_fetched_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
-    with engine_at(cluster, READER, model, mode="auto") as engine:
-        measured(engine, cluster, prefill_s=10.0, byte_s=1e-12, query_s=10.0)
-        counts = check(engine, model, rows)
-        assert counts.tokens_hit == shipped(rows)
-        assert counts.bytes_sent == 0
-
-
-def test_an_engine_measures_its_work(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+def test_an_engine_measures_its_work(cluster: Cluster, model: Any) -> None:
+    rows = [prompt(6 * SEGMENT + 1 + number, 5000 + number) for number in range(3)]
+    put(cluster, model, rows)
     with engine_at(cluster, READER, model, mode="ship") as engine:
         check(engine, model, rows)
         others = [engine.rates.peer(NodeId(node.name)) for node in cluster.nodes if node is not cluster.nodes[READER]]

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from tests.engines.faulty_pool import FaultyPool
-from tests.engines.models import family, padded, prompt
+from tests.engines.models import SEGMENT, family, padded, prompt
 from tests.engines.test_device import LIMIT_S, in_thread
-from tests.engines.test_generate import SEGMENT, greedy
+from tests.engines.test_generate import greedy
 from tests.engines.test_slots import SHAPES, random_cache, shaped
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates

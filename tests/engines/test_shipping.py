@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.models import FAMILIES, family, padded, prompt
+from tests.engines.models import FAMILIES, SEGMENT, family, padded, prompt
 from tests.robustness.live import PATIENT, wait_told
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
@@ -21,15 +21,9 @@ from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 
-SEGMENT = 16
 NEW = 12
 WRITER, READER = 0, 2
 LOGITS = 1e-4
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
 
 
 def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **options: Any) -> TokenLakeEngine:
@@ -53,12 +47,16 @@ def generate(call: Callable[..., Any], rows: list[list[int]], **arguments: Any) 
 
 
 def check(engine: TokenLakeEngine, model: Any, rows: list[list[int]], **arguments: Any) -> Counts:
-    """Check that tokens and logits equal the model's own. Returns the counts of the call."""
+    """Check that tokens and logits equal the model's own, and that the model is left as it was. Returns the counts of
+    the call."""
+    attention = model.config._attn_implementation
     expected, logits = generate(model.generate, rows, **arguments)
     before = engine.counts
     tokens, got = generate(engine.generate, rows, **arguments)
     assert tokens == expected
     assert float((got - logits).abs().max()) <= LOGITS
+    assert model.config._attn_implementation == attention
+    assert "forward" not in vars(model)
     after = engine.counts
     counts = Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__slots__))
     assert counts.tokens_asked == sum(map(len, rows))
@@ -189,16 +187,6 @@ def test_half_precision(cluster: Cluster, dtype: Any) -> None:
         assert engine.counts.tokens_shipped == shipped(rows)
     # Rounding changes tokens of random models, so only the first logits are compared.
     assert float((got - logits).abs().max()) <= 0.05 * float(logits.abs().max())
-
-
-def test_the_model_is_left_as_it_was(cluster: Cluster, model: Any) -> None:
-    before = model.config._attn_implementation
-    rows = [prompt(2 * SEGMENT + 3, 70)]
-    put(cluster, model, rows)
-    with engine_at(cluster, READER, model) as engine:
-        check(engine, model, rows)
-    assert model.config._attn_implementation == before
-    assert "forward" not in vars(model)
 
 
 def test_other_bytes_give_other_tokens(cluster: Cluster, model: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import family, prompt
-from tests.engines.test_shipping import READER, SEGMENT, engine_at, generate, put, shipped
+from tests.engines.models import SEGMENT, prompt
+from tests.engines.test_shipping import READER, engine_at, generate, put, shipped
 from tests.query.scene import engine_of, serving, wait_serving
 from tests.robustness.live import freeze, wait_until
 from tokenlake_client.engines.transformers import TokenLakeEngine
@@ -26,11 +26,6 @@ NEW = 16
 OTHERS = (0, 1)
 MOMENTS = {"in a prefill": 3, "in a decode": OWN // CHUNK + 6}
 """The index of the call of the second layer, whose queries are the first to be lost."""
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return family("llama-gqa")
 
 
 def no_daemon(cluster: Cluster, stack: ExitStack, *, kill: bool) -> None:

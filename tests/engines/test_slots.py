@@ -82,21 +82,6 @@ def test_write_and_read_keep_the_documented_order(numbers: tuple[int, int, int, 
             assert not copied[:, 1 + 2 * size :].any()
 
 
-def test_one_head_group_is_one_contiguous_range() -> None:
-    shape = shaped(SHAPES[2], "float32")
-    cache = random_cache(shape, shape.segment_tokens)
-    slot = np.zeros(shape.segment_bytes, np.uint8)
-    SegmentCopier().bind(shape, cache).write(slot, 0)
-    heads = shape.heads_per_shard
-    half = shape.shards // 2
-    upper = [(keys[half * heads :], values[half * heads :]) for keys, values in cache]
-    alone = shape.__class__.decode(shape.encode())
-    expected = np.frombuffer(reference(cache, alone, 0), np.uint8)[half * shape.shard_bytes :]
-    assert np.array_equal(slot[half * shape.shard_bytes :], expected)
-    first = upper[0][0][0].contiguous().view(torch.uint8).numpy().reshape(-1)
-    assert np.array_equal(slot[half * shape.shard_bytes :][: first.size], first)
-
-
 def test_a_slot_of_another_size_is_refused() -> None:
     shape = shaped(SHAPES[0], "float32")
     copy = SegmentCopier().bind(shape, random_cache(shape, 16))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import family, padded, prompt
-from tests.engines.test_shipping import NEW, SEGMENT, engine_at
+from tests.engines.models import SEGMENT, family, padded, prompt
+from tests.engines.test_shipping import NEW, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
-from tokenlake.core.engines.waiting import IN_FLIGHT_MARKERS, IN_FLIGHT_WAITS
+from tokenlake.core.engines.waiting import IN_FLIGHT_WAITS
 from tokenlake.wire import Code
 from tokenlake_client import Lease, MatchOptions, Pool
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
@@ -39,8 +39,7 @@ SHORT_S = 0.5
 OTHER_ENGINE = """
 import sys, time, torch
 from tests.engines.test_stampede import PATIENT_S, expect_prefill
-from tests.engines.models import family
-from tests.engines.test_shipping import SEGMENT
+from tests.engines.models import SEGMENT, family
 from tests.robustness.live import PATIENT
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)
@@ -159,18 +158,6 @@ def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> Non
     assert counts.tokens_computed == SEGMENTS * SEGMENT + ENGINES * TAIL
     assert counts.tokens_stored == SEGMENTS * SEGMENT
     assert counts.tokens_not_stored == 0
-
-
-def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[int]) -> None:
-    marked = cluster.totals().get(IN_FLIGHT_MARKERS.name, 0.0)
-    # The barrier opens only when all engines compute at once.
-    all_compute = threading.Barrier(ENGINES, timeout=LIMIT_S)
-    with engines(cluster, ENGINES, "auto") as serving:
-        for engine in serving:
-            before_prefill(engine, all_compute.wait)
-        counts = at_once(serving, row)
-    assert counts.tokens_computed == ENGINES * TOKENS
-    assert cluster.totals().get(IN_FLIGHT_MARKERS.name, 0.0) == marked
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 from tokenlake import command
 
 COMMANDS = [
-    *("serve", "config", "ca", "disk", "completion"),
+    *("serve", "config", "ca"),
     *("status", "top", "explain", "doctor", "members", "events"),
     *("drain", "remove", "evict"),
     *("demo", "bench", "workload"),

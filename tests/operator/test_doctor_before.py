@@ -163,11 +163,6 @@ def a_name_of_this_machine_alone(node: GivenNode, patch: pytest.MonkeyPatch) -> 
 # -- the machine
 
 
-class NoMemory(Machine):
-    def available(self) -> tuple[int, str]:
-        return 70 << 20, "MemAvailable of /proc/meminfo"
-
-
 @plant("memory", "give the machine or its cgroup more memory")
 def memory_beyond_the_machine(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["memory"] = "512TiB"
@@ -223,12 +218,12 @@ def without_pidfds(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
 # -- ports, sockets, directories
 
 
-@plant("port-in-use", "each daemon of a machine needs its own")
+@plant("address", "give each daemon of a machine its own")
 def port_in_use(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["listen"] = "127.0.0.1:{}".format(listening(socket.AF_INET, ("127.0.0.1", 0)).getsockname()[1])
 
 
-@plant("port-in-use", "give 'metrics' another port")
+@plant("address", "end the process that has the port")
 def metrics_port_in_use(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["metrics"] = "127.0.0.1:{}".format(listening(socket.AF_INET, ("127.0.0.1", 0)).getsockname()[1])
 
@@ -239,12 +234,7 @@ def address_of_another_machine(node: GivenNode, patch: pytest.MonkeyPatch) -> No
     node.settings["listen"] = "192.0.2.1:7440"
 
 
-@plant("socket-stale", "start the daemon")
-def stale_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
-    listening(socket.AF_UNIX, str(node.settings["socket"])).close()
-
-
-@plant("socket-owner", "run the daemon as that user")
+@plant("socket", "without a socket of another user")
 def socket_of_another_user(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     if os.geteuid():
         pytest.skip("another user's socket needs root")
@@ -252,12 +242,12 @@ def socket_of_another_user(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     os.chown(str(node.settings["socket"]), 65534, 65534)
 
 
-@plant("socket-file", "remove")
+@plant("socket", "where no file or symbolic link lies")
 def file_in_place_of_the_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     Path(str(node.settings["socket"])).write_text("")
 
 
-@plant("socket-directory", "chmod go-w")
+@plant("socket", "chmod go-w")
 def replaceable_socket(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     (node.directory / "open" / "in").mkdir(parents=True)
     (node.directory / "open").chmod(0o777)
@@ -271,7 +261,7 @@ def socket_in_a_directory_of_all(node: GivenNode, patch: pytest.MonkeyPatch) -> 
     node.settings["socket"] = str(node.directory / "open" / "n1.sock")
 
 
-@plant("socket-directory", "make the directory")
+@plant("socket", "that can be created")
 def socket_without_a_directory(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["socket"] = str(node.directory / "none" / "n1.sock")
 
@@ -354,13 +344,13 @@ def no_certificate_file(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     node.settings["ca"] = str(node.directory / "none.pem")
 
 
-@plant("key-file", "chmod 600")
+@plant("key", "chmod 600")
 def key_that_others_read(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     certified(node)
     Path(str(node.settings["key"])).chmod(0o644)
 
 
-@plant("key-pair", "both files of one issue")
+@plant("key", "of the same issue")
 def key_of_another_certificate(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
     ca = certified(node)
     node.settings["key"] = str(issue(ca, "n2")[1])
@@ -418,10 +408,11 @@ def test_the_exit_status_and_the_lines(node: GivenNode) -> None:
     sound = run(doctor, "--config", node.write())
     text = "The settings and this machine have no problem; the daemon does not run."
     assert (sound.exit_code, text in sound.stdout) == (0, True), sound.output
-    stale_socket(node, pytest.MonkeyPatch())
+    socket_without_a_directory(node, pytest.MonkeyPatch())
+    node.write()
     found = run(doctor, "--config", node.file)
     assert found.exit_code == 1
-    assert "it replaces the socket" in found.stdout
+    assert "a path that can be created" in found.stdout
     assert "not checked" in found.stdout
     assert run(doctor, "--config", node.directory / "none.toml").exit_code == 1
     unread = node.directory / "unread.toml"

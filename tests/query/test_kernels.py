@@ -15,7 +15,6 @@ from tokenlake.attention.slots import SlotMap
 from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake.layout import Layout, static_quantisation
 from tokenlake_query.kernels import Kernel, kernel_for
-from tokenlake_query.kernels.numpy_cpu import NumpyKernel
 
 torch_cpu = pytest.importorskip("tokenlake_query.kernels.torch_cpu")
 
@@ -106,17 +105,12 @@ def draw_queries(layout: Layout, count: int, heads: int, scale: float = 1.0) -> 
     return from_float32(drawn.astype(np.float32), layout.dtype)
 
 
-@pytest.fixture(params=[NumpyKernel, torch_cpu.TorchKernel], ids=["numpy", "torch"])
-def kernel_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_every_arrangement_of_heads(kernel_class: Any, arrangement: str, dtype: str) -> None:
+def test_every_arrangement_of_heads(arrangement: str, dtype: str) -> None:
     layout, heads = ARRANGEMENTS[arrangement]
     layout = msgspec.structs.replace(layout, dtype=dtype)
-    kernel = kernel_class(layout, AttentionShape.of(layout, heads))
+    kernel = torch_cpu.TorchKernel(layout, AttentionShape.of(layout, heads))
     for places in PLACES.values():
         cached = Cached(layout, places)
         for count in (1, 3):
@@ -149,10 +143,10 @@ def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch, places: str, parts: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_extreme_logits(kernel_class: Any, dtype: str) -> None:
+def test_extreme_logits(dtype: str) -> None:
     """One token has all the weight where logits differ much; nothing overflows."""
     layout = changed(dtype=dtype)
-    kernel = kernel_class(layout, AttentionShape.of(layout, 8))
+    kernel = torch_cpu.TorchKernel(layout, AttentionShape.of(layout, 8))
     for scale in (1e3, 1e9):
         cached = Cached(layout, PLACES["scattered"], scale=scale)
         found = kernel.attend(draw_queries(layout, 2, 8, scale), cached.slots, LAYER)
@@ -168,8 +162,8 @@ def test_extreme_logits(kernel_class: Any, dtype: str) -> None:
         np.testing.assert_allclose(found.lse.swapaxes(0, 1), expected.lse, rtol=TOLERANCE[dtype])
 
 
-def test_queries_of_any_strides_are_not_changed(kernel_class: Any) -> None:
-    kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
+def test_queries_of_any_strides_are_not_changed() -> None:
+    kernel = torch_cpu.TorchKernel(GROUPED, AttentionShape.of(GROUPED, 32))
     cached = Cached(GROUPED, PLACES["scattered"])
     straight = draw_queries(GROUPED, 3, 32)
     straight.flags.writeable = False
@@ -179,9 +173,9 @@ def test_queries_of_any_strides_are_not_changed(kernel_class: Any) -> None:
     assert straight.tobytes() == before
 
 
-def test_no_segments_and_no_queries(kernel_class: Any) -> None:
+def test_no_segments_and_no_queries() -> None:
     """torch's kernel would kill the process for empty inputs."""
-    kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
+    kernel = torch_cpu.TorchKernel(GROUPED, AttentionShape.of(GROUPED, 32))
     nothing = kernel.attend(draw_queries(GROUPED, 2, 32), [], LAYER)
     assert not nothing.out.any()
     assert np.isneginf(nothing.lse).all()
@@ -189,8 +183,8 @@ def test_no_segments_and_no_queries(kernel_class: Any) -> None:
     assert (found.out.shape, found.lse.shape) == ((0, 32, 16), (0, 32))
 
 
-def test_results_do_not_share_memory(kernel_class: Any) -> None:
-    kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
+def test_results_do_not_share_memory() -> None:
+    kernel = torch_cpu.TorchKernel(GROUPED, AttentionShape.of(GROUPED, 32))
     cached = Cached(GROUPED, [0])
     queries = draw_queries(GROUPED, 2, 32)
     first: Partial = kernel.attend(queries, cached.slots, LAYER)
@@ -200,8 +194,8 @@ def test_results_do_not_share_memory(kernel_class: Any) -> None:
     np.testing.assert_array_equal(first.lse, kept[1])
 
 
-def test_arguments_that_do_not_fit_the_layout(kernel_class: Any) -> None:
-    kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
+def test_arguments_that_do_not_fit_the_layout() -> None:
+    kernel = torch_cpu.TorchKernel(GROUPED, AttentionShape.of(GROUPED, 32))
     slots = Cached(GROUPED, [0, 1]).slots
     queries = draw_queries(GROUPED, 2, 32)
     wrongs: list[Any] = [queries[:, 1:], queries[..., 1:], queries[0], queries.astype(np.float16)]
@@ -214,33 +208,22 @@ def test_arguments_that_do_not_fit_the_layout(kernel_class: Any) -> None:
     with pytest.raises(LayoutRefused, match="expected 15360 contiguous uint8"):
         kernel.attend(queries, [slots[0], slots[1][:-1]], LAYER)
     with pytest.raises(LayoutRefused, match="'kv_heads' is 4; the layout has 8"):
-        kernel_class(GROUPED, AttentionShape.of(changed(kv_heads=4), 8))
+        torch_cpu.TorchKernel(GROUPED, AttentionShape.of(changed(kv_heads=4), 8))
 
 
-def test_a_quantised_cache_is_refused_by_name(kernel_class: Any) -> None:
+def test_a_quantised_cache_is_refused_by_name() -> None:
     quantised = changed(dtype="float8_e4m3fn", quantisation=static_quantisation("float32"))
     quantised.check()
     with pytest.raises(LayoutRefused, match="float8_e4m3fn.*supported: float32, bfloat16, float16"):
-        kernel_class(quantised, AttentionShape.of(quantised, 32))
-
-
-def test_torch_kernel_is_chosen_where_installed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shape = AttentionShape.of(GROUPED, 8)
-    assert isinstance(kernel_for(GROUPED, shape), torch_cpu.TorchKernel)
-    assert not caplog.records
-    monkeypatch.setattr("tokenlake_query.kernels.find_spec", lambda name: None)
-    assert isinstance(kernel_for(GROUPED, shape), NumpyKernel)
-    assert "pip install 'tokenlake[query]'" in caplog.text
+        torch_cpu.TorchKernel(quantised, AttentionShape.of(quantised, 32))
 
 
 def test_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape.of(GROUPED, 32)
     with pytest.raises(ConfigurationError, match="setting 'device' is 'tpu'; expected one of cpu, cuda"):
         kernel_for(GROUPED, shape, "tpu")
-    monkeypatch.setattr("tokenlake_query.kernels.find_spec", lambda name: None if name == "triton" else True)
-    with pytest.raises(ConfigurationError, match="'cuda:1'.*pip install 'tokenlake\\[query\\]' triton"):
+    monkeypatch.setattr("tokenlake_query.kernels.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="'cuda:1'.*pip install triton"):
         kernel_for(GROUPED, shape, "cuda:1")
 
 

@@ -59,7 +59,6 @@ def test_a_corrupt_copy_is_dropped_and_recomputed(cluster: Cluster, pools: list[
         for pool in pools:
             assert read(pool, prompt) == 1
     assert total(cluster.nodes[0], "tokenlake_reported_segments_total") == len(prompts)
-    assert total(cluster.nodes[1], "tokenlake_healed_segments_total") == len(prompts)
     for node in cluster.nodes:
         wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up", 2 * LIMIT_S)  # type: ignore[misc]
 
@@ -80,7 +79,6 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pool
             del arrays
     assert healed > 0
     assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == len(prompts)
-    assert total(cluster.nodes[2], "tokenlake_healed_segments_total") == healed
     wait_until(lambda: confirmed(cluster) == len(prompts), "each wrong copy was checked and dropped")
     for prompt in prompts:
         for pool in pools:
@@ -102,4 +100,3 @@ def test_a_verifying_engine_reports_a_corrupt_copy(cluster: Cluster, pools: list
         for prompt in prompts:
             for pool in (*pools, careful):
                 assert read(pool, prompt) == 1
-    assert total(cluster.nodes[0], "tokenlake_healed_segments_total") == len(prompts)

@@ -225,7 +225,7 @@ class Proxy:
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             metrics = parse_metrics(answer.read().decode())
-        begin = 'tokenlake_router_choices_total{outcome="'
+        begin = 'tokenlake_router_seconds_count{outcome="'
         return {
             name.removeprefix(begin).removesuffix('"}'): int(value)
             for name, value in metrics.items()

@@ -56,20 +56,19 @@ def test_views_follow_the_storage_order(
     slots = SlotMap.of(layout)
     assert slots.nbytes == layout.segment_bytes
     slot = slot_of(slots)
-    layer, cut = data.draw(st.integers(0, layers - 1)), data.draw(st.integers(0, tokens))
-    keys, values = slots.views(slot, layer, cut)
-    assert keys.shape == (layout.shards, layout.heads_per_shard, cut, key_dim)
-    assert values.shape == (layout.shards, layout.heads_per_shard, cut, value_dim)
+    layer = data.draw(st.integers(0, layers - 1))
+    keys, values = slots.views(slot, layer)
+    assert keys.shape == (layout.shards, layout.heads_per_shard, tokens, key_dim)
+    assert values.shape == (layout.shards, layout.heads_per_shard, tokens, value_dim)
     for group, shard in enumerate(np.split(slot, layout.shards)):
         of_layer = np.split(shard, layers)[layer].view(stored_dtype(dtype))
         split = layout.heads_per_shard * tokens * key_dim
         stored_keys = of_layer[:split].reshape(layout.heads_per_shard, tokens, key_dim)
         stored_values = of_layer[split:].reshape(layout.heads_per_shard, tokens, value_dim)
-        assert keys[group].tobytes() == stored_keys[:, :cut].tobytes()
-        assert values[group].tobytes() == stored_values[:, :cut].tobytes()
-    if cut:
-        assert np.shares_memory(keys, slot)
-        assert np.shares_memory(values, slot)
+        assert keys[group].tobytes() == stored_keys.tobytes()
+        assert values[group].tobytes() == stored_values.tobytes()
+    assert np.shares_memory(keys, slot)
+    assert np.shares_memory(values, slot)
 
 
 def test_latent_values_are_columns_of_the_keys() -> None:
@@ -86,7 +85,6 @@ def test_places_end_within_the_slot() -> None:
     slots = SlotMap.of(LAYOUT)
     keys, values = slots.places(2)
     assert (keys.end, values.end) == (slots.nbytes // 2 - 4 // 4 * 7 * 5, slots.nbytes // 2)
-    assert slots.places(0, 0)[0].end == 0
 
 
 def test_views_keep_the_slot_alive_and_its_flags() -> None:
@@ -101,13 +99,11 @@ def test_views_keep_the_slot_alive_and_its_flags() -> None:
         keys[0, 0, 0, 0] = 1
 
 
-@pytest.mark.parametrize(
-    ("layer", "tokens", "named"), [(3, 1, "layer"), (-1, 1, "layer"), (0, 8, "tokens"), (0, -1, "tokens")]
-)
-def test_layers_and_tokens_out_of_range_are_refused(layer: int, tokens: int, named: str) -> None:
+@pytest.mark.parametrize("layer", [3, -1])
+def test_layers_out_of_range_are_refused(layer: int) -> None:
     slots = SlotMap.of(LAYOUT)
-    with pytest.raises(LayoutRefused, match=named):
-        slots.views(slot_of(slots), layer, tokens)
+    with pytest.raises(LayoutRefused, match="layer"):
+        slots.views(slot_of(slots), layer)
 
 
 def test_a_slot_of_another_size_is_refused() -> None:

@@ -161,7 +161,7 @@ def test_an_unknown_setting_close_to_none(name: str) -> None:
 
 def test_the_settings_of_engines_are_those_of_the_connector() -> None:
     assert set(settings_of(EngineSettings)) - set(FIELDS) == set(ENGINE_SETTINGS)
-    assert load(None, {"TOKENLAKE_ENGINE_LOAD": "sync"}).config == load(None, {}).config
+    assert load(None, {"TOKENLAKE_ENGINE_SAVE": "false"}).config == load(None, {}).config
     for name in ENGINE_SETTINGS:
         text = message(f"node = 'a'\n{name} = 100")
         assert text.startswith(f"unknown setting '{name}' (set by file, line 2): it is a setting of engines")

@@ -46,50 +46,47 @@ steps = st.builds(
 
 
 class Model:
-    """A dict in order of the last change. An expired in-flight marker stays until a query for it, an entry of an
-    earlier incarnation until a sweep."""
+    """Owners in the order of the last change, and markers. A marker that does not count stays until a query for it, an
+    owner of an earlier incarnation until a sweep."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.entries: dict[tuple[TenantId, SegmentKey], Entry] = {}
+        self.owners: dict[tuple[TenantId, SegmentKey], Entry] = {}
+        self.markers: dict[tuple[TenantId, SegmentKey], Entry] = {}
         self.lives: dict[NodeId, Incarnation] = {}
 
-    def counts(self, entry: Entry) -> bool:
-        return self.lives.get(entry.node, entry.incarnation) == entry.incarnation
-
-    def put(self, at: tuple[TenantId, SegmentKey], entry: Entry) -> None:
-        self.entries.pop(at, None)
-        self.entries[at] = entry
-        while len(self.entries) > self.limit:
-            del self.entries[next(iter(self.entries))]
+    def counts(self, entry: Entry | None) -> bool:
+        return entry is not None and self.lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def step(self, step: Step) -> object:
         at = (step.tenant, step.key)
-        entry = self.entries.get(at)
-        if entry is not None and not self.counts(entry):
-            entry = None
-        mine = entry is not None and entry.node == step.node
-        match step.act, entry:
-            case (("get" | "mark"), Entry(deadline=deadline)) if 0 < deadline <= step.now:
-                del self.entries[at]
-                entry = None
-            case "clear", Entry(deadline=deadline) if mine and deadline:
-                del self.entries[at]
-            case "gone", Entry() if mine:
-                del self.entries[at]
-            case "own", Entry(node, deadline=0.0) if node not in (step.node, step.previous):
-                return node
-            case "own", _:
-                self.put(at, Entry(step.node, step.incarnation))
-            case "forget", _:
+        owner, marker = self.owners.get(at), self.markers.get(at)
+        match step.act:
+            case "get" | "mark":
+                if not self.counts(owner) and marker and not (self.counts(marker) and marker.deadline > step.now):
+                    marker = self.markers.pop(at) and None
+                entry = owner if self.counts(owner) else marker
+                if step.act == "get":
+                    return entry
+                if entry is None or (entry.deadline and entry.node == step.node):
+                    self.markers[at] = Entry(step.node, step.incarnation, step.deadline)
+            case "clear" if marker and marker.node == step.node and self.counts(marker):
+                del self.markers[at]
+            case "gone" if owner and owner.node == step.node and self.counts(owner):
+                del self.owners[at]
+            case "own" if owner and self.counts(owner) and owner.node not in (step.node, step.previous):
+                return {step.key: owner.node}
+            case "own":
+                self.markers.pop(at, None)
+                self.owners.pop(at, None)
+                self.owners[at] = Entry(step.node, step.incarnation)
+                if len(self.owners) > self.limit:
+                    del self.owners[next(iter(self.owners))]
+            case "forget":
                 self.lives[step.node] = step.incarnation
-            case "sweep", _:
-                for other, said in list(self.entries.items()):
-                    if not self.counts(said):
-                        del self.entries[other]
-        if step.act == "mark" and (entry is None or (mine and entry.deadline)):
-            self.put(at, Entry(step.node, step.incarnation, step.deadline))
-        return entry if step.act == "get" else None
+            case "sweep":
+                self.owners = {other: said for other, said in self.owners.items() if self.counts(said)}
+        return {} if step.act == "own" else None
 
 
 def take(directory: Directory, step: Step) -> object:
@@ -98,13 +95,13 @@ def take(directory: Directory, step: Step) -> object:
         case "get":
             return directory.get_all(tenant, [key], step.now)[0]
         case "mark":
-            directory.mark(tenant, key, node, incarnation, step.deadline, step.now)
+            directory.mark(tenant, [key], node, incarnation, step.deadline, step.now)
         case "clear":
-            directory.clear(tenant, key, node)
+            directory.clear(tenant, [key], node)
         case "own":
-            return directory.own(tenant, key, node, incarnation, step.previous)
+            return directory.own(tenant, [key], node, incarnation, step.previous)
         case "gone":
-            directory.gone(tenant, key, node)
+            directory.gone(tenant, [key], node)
         case "forget":
             directory.forget(node, incarnation)
         case "sweep":
@@ -131,19 +128,21 @@ def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
             step = step._replace(incarnation=model.lives.get(step.node, step.incarnation))
         assert take(directory, step) == model.step(step), step
         directory.check_integrity()
-        assert len(directory) == len(model.entries), step
-    for (tenant, key), entry in list(model.entries.items()):
+        assert len(directory) == len(model.owners) + len(model.markers), step
+    for tenant, key in [*model.owners, *model.markers]:
         # The query has a time before every deadline, so that it drops no expired entry.
-        assert directory.get(tenant, key, -1.0) == (entry if model.counts(entry) else None)
+        owner, marker = model.owners.get((tenant, key)), model.markers.get((tenant, key))
+        expected = next((each for each in (owner, marker) if model.counts(each)), None)
+        assert directory.get(tenant, key, -1.0) == expected
 
 
 def test_a_hand_over_replaces_the_previous_owner_only() -> None:
     directory = Directory(LIMIT)
-    directory.own(TENANT, KEY, A, FIRST)
-    assert directory.own(TENANT, KEY, B, FIRST, previous=A) is None
+    directory.own(TENANT, [KEY], A, FIRST)
+    assert directory.own(TENANT, [KEY], B, FIRST, previous=A) == {}
     assert directory.get(TENANT, KEY, 0.0) == Entry(B, FIRST)
     # A statement of `previous` about another node changes nothing.
-    assert directory.own(TENANT, KEY, NodeId("c"), FIRST, previous=A) == B
+    assert directory.own(TENANT, [KEY], NodeId("c"), FIRST, previous=A) == {KEY: B}
 
 
 def test_the_markers_of_a_tenant_push_out_no_entry_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,22 +150,18 @@ def test_the_markers_of_a_tenant_push_out_no_entry_of_another(monkeypatch: pytes
     directory = Directory(9)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(10)]
     for number in range(4):
-        directory.own(TenantId("u"), keys[number], A, FIRST)
-    directory.own(TENANT, keys[0], A, FIRST)
+        directory.own(TenantId("u"), [keys[number]], A, FIRST)
+    directory.own(TENANT, [keys[0]], A, FIRST)
     for number in range(1, 9):
-        directory.mark(TENANT, keys[number], A, FIRST, 5.0, 1.0)
+        directory.mark(TENANT, [keys[number]], A, FIRST, 5.0, 1.0)
         directory.check_integrity()
     assert [directory.get(TenantId("u"), keys[number], 1.0) for number in range(4)] == [Entry(A, FIRST)] * 4
     assert directory.get(TENANT, keys[0], 1.0) == Entry(A, FIRST)
     there = [number for number in range(1, 9) if directory.get(TENANT, keys[number], 1.0) is not None]
     assert there == [6, 7, 8]
-    directory.own(TENANT, keys[7], A, FIRST)
-    directory.mark(TENANT, keys[9], A, FIRST, 5.0, 1.0)
+    directory.own(TENANT, [keys[7]], A, FIRST)
+    directory.mark(TENANT, [keys[9]], A, FIRST, 5.0, 1.0)
     assert directory.get(TENANT, keys[6], 1.0) is not None, "an owned segment is no marker any more"
-    directory.check_integrity()
-    directory.forget(A, SECOND)
-    assert not directory.sweep(100)
-    assert len(directory) == 0
     directory.check_integrity()
 
 
@@ -179,16 +174,16 @@ def test_the_history_grows_with_the_entries(monkeypatch: pytest.MonkeyPatch) -> 
         return [at for at, key in enumerate(keys) if directory.last_access(TENANT, [key]) is not None]
 
     for key in keys[:4]:
-        directory.remember(TENANT, key, NO_ACCESS, 0.0)
+        directory.remember(TENANT, [key], NO_ACCESS, 0.0)
     assert remembered() == [2, 3]
     for key in keys[:5]:
-        directory.own(TENANT, key, A, FIRST)
+        directory.own(TENANT, [key], A, FIRST)
     for key in keys[4:20]:
-        directory.remember(TENANT, key, NO_ACCESS, 0.0)
+        directory.remember(TENANT, [key], NO_ACCESS, 0.0)
     assert remembered() == [15, 16, 17, 18, 19]
     for key in keys[:4]:
-        directory.gone(TENANT, key, A)
+        directory.gone(TENANT, [key], A)
     for key in keys[20:24]:
-        directory.remember(TENANT, key, NO_ACCESS, 0.0)
+        directory.remember(TENANT, [key], NO_ACCESS, 0.0)
     assert remembered() == [22, 23]
     directory.check_integrity()

@@ -196,8 +196,7 @@ def test_more_accesses_are_valued_no_less() -> None:
     """A parent is in every access of its child, so that it is evicted later, also where several nodes hold a prompt."""
     memory = Memory(Forecast(), 60)
     conversations(memory, seed=5)
-    learned = odds.Odds()
-    learned.restore(memory.odds.save())
+    learned = memory.odds
     for hints in (SHORT, LONG, NO_HINTS):
         retention_value = np.array(
             [learned.retention_value(learned.features(accesses, hints)) for accesses in range(1, 40)]
@@ -286,7 +285,7 @@ def changed(saved: bytes, field: int, value: object) -> bytes:
 def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
     policy = Forecast()
     with pytest.raises(ValueError, match="statistics of re-use"):
-        policy.odds.restore(damaged)
+        policy.odds.merge(damaged)
     assert policy.odds.save() == odds.Odds().save()
     assert policy.retention_value_of_new(key_of("a"), NO_HINTS, 0.0) > 0
 

@@ -16,10 +16,8 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import (
     Batch,
     Costs,
-    DecodeFit,
     Model,
     PrefixTree,
-    QueryFit,
     Rates,
     Request,
     SegmentSequence,
@@ -61,7 +59,8 @@ def rates(prefills: bool = True) -> Rates:
 def link(of: Rates, node: NodeId, round_trip_s: float, bytes_per_s: float) -> None:
     """Set the rates of the network to `node`."""
     of.peer(node).fetch = TransferFit(round_trip_s, 1 / bytes_per_s)
-    of.peer(node).queries = QueryFit(round_trip_s, 1 / bytes_per_s)
+    _, _, *of_work = of.peer(node).queries.coefficients
+    of.peer(node).queries.give((round_trip_s, 1 / bytes_per_s, *of_work), known=False)
 
 
 def everything(requests: Sequence[Request], *nodes: NodeId) -> dict[SegmentKey, tuple[NodeId, ...]]:
@@ -149,7 +148,7 @@ def test_chosen_ways_cost_what_brute_force_finds(data: st.DataObject) -> None:
             data.draw(st.sampled_from([1e-5, 1e-3])),
             data.draw(st.sampled_from([1e8, 1e9, 1e10])),
         )
-        peer.open_s.add(data.draw(st.sampled_from([0.0, 1e-2])), 0.0)
+        peer.open_s.add(data.draw(st.sampled_from([0.0, 1e-2])))
     where = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=2, unique=True).map(tuple)
     owners = {each: data.draw(where) for made in requests for each in made.keys}
     tree = grow(requests, owners, TOKENS)
@@ -175,7 +174,7 @@ def test_link_speed_and_answer_length_decide_the_way() -> None:
     assert decide(made, [request("abcdefgh")], B) == [Way.RECOMPUTE]
     made = rates()
     link(made, B, 2e-5, 1e8)
-    made.peer(B).open_s.add(1e-3, 0.0)
+    made.peer(B).open_s.add(1e-3)
     assert decide(made, [request("abcdefgh", answer=0)], B) == [Way.SHIP]
     assert decide(made, [request("abcdefgh", answer=3000)], B) in ([Way.FETCH], [Way.RECOMPUTE])
 
@@ -195,7 +194,7 @@ def test_the_number_of_tried_peer_sets_is_bounded(monkeypatch: pytest.MonkeyPatc
     owners = {each: (NodeId(f"n{index}"),) for index, each in enumerate(long.keys)}
     for (node,) in owners.values():
         made.peer(node).fetch = TransferFit(1.0, 1.0)
-        made.peer(node).queries = QueryFit(1e-6, 1e-12, 0.0, 0.0)
+        made.peer(node).queries.give((1e-6, 1e-12, 0.0, 0.0), known=False)
     tree = grow([long], owners, TOKENS)
     choose(Costs(tree, Batch(tree, [0], made), A, MODEL, made))
     assert len(tree.sequences) == 10
@@ -206,8 +205,8 @@ def test_many_readers_share_one_fetch() -> None:
     """A single reader ships its queries; many readers fetch the segments."""
     made = rates()
     link(made, B, 1e-5, 1e9)
-    made.peer(B).open_s.add(0.0, 0.0)
-    made.decode = DecodeFit(1e-8)
+    made.peer(B).open_s.add(0.0)
+    made.decode.give((0.0, 0.0, 1e-8), known=False)
     alone = request("abcd", tokens=80, answer=20)
     assert decide(made, [alone], B) == [Way.SHIP]
     assert decide(made, [alone] * 60, B) == [Way.FETCH]
@@ -309,21 +308,6 @@ def test_an_outlier_moves_a_fit_little() -> None:
         fit.add(1000 * at, (1e-3 + 1e-6 * at) * (1.01 if at % 2 else 0.99), at)
     fit.add(10_000, 1.0, 20.0)
     assert fit.seconds(10_000) == pytest.approx(1.01e-3, rel=0.05)
-
-
-def test_every_input_has_an_age() -> None:
-    made = Rates()
-    made.peer(B).open_s.add(1e-3, 5.0)
-    for at in range(8):
-        made.peer(B).fetch.add(1000 * at, 1e-3 + 1e-6 * at, at)
-    ages = made.ages(9.0)
-    assert (ages["open_s b"], ages["fetch b"]) == (4.0, 2.0)
-    assert ages["prefill"] is None
-    assert made.peer(B).open_s.value == 1e-3
-    assert set(ages) == {
-        *("copy", "prefill", "decode", "answer_tokens"),
-        *(f"{name} b" for name in ("fetch", "queries", "open_s")),
-    }
 
 
 @pytest.mark.parametrize(("segment_s", "way"), [(1e-6, Way.FETCH), (1.0, Way.RECOMPUTE)])

@@ -21,7 +21,7 @@ SEGMENT_BYTES = MODEL.segment_bytes
 
 def router(measured: bool = False, seed: int = 0) -> Router:
     given_rates = rates(measured)
-    given_rates.answer_tokens.add(ANSWER, 0.0)
+    given_rates.answer_tokens.add(ANSWER)
     return Router(INSTANCES, TOKENS, SEGMENT_BYTES, given_rates, seed)
 
 

@@ -131,7 +131,7 @@ def test_what_is_refused_names_the_cgroup(tmp_path: Path, monkeypatch: pytest.Mo
 
     proc = kernel_files(tmp_path, 2, "/pod", {"pod/memory.max": 1150 * MIB, "pod/memory.current": 0})
     found = available_bytes(proc)
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: found)
+    monkeypatch.setattr(available_memory, "available_bytes", lambda proc: found)
     with pytest.raises(LimitReached, match=r"only 1150 MiB are available \(memory\.max of cgroup .*/pod\)"):
         available_memory.require_memory(1000 * MIB)
     available_memory.require_memory(950 * MIB)

@@ -70,7 +70,7 @@ class Peers:
         far, _ = listener.accept()
         near.settimeout(LIMIT_S)
         hello = peer.PeerHello(1, 1, node=node, cluster="", incarnation=incarnation, purpose="bulk", nonce=bytes(32))
-        self._sender.adopt(far, hello, b"", None)
+        self._sender.adopt(far, hello, None)
         return near
 
 

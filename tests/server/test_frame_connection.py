@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tokenlake_server.peers.tls import TlsSession
 LIMIT_S = 20.0
 FRAMES = 2000
 PER_SLICE = 10
-"""Frames, or parts of the work on one, that a slice has time for by the clock of these tests."""
+"""Frames that a slice has time for by the clock of these tests."""
 
 
 def frame(body: bytes) -> bytes:
@@ -45,7 +45,7 @@ async def until(reached: Callable[[], bool]) -> None:
 class Scene:
     """A connection on the running loop, and the other end of its socket."""
 
-    def __init__(self, on_frame: Callable[[bytes], Iterator[None] | None], pause_bytes: int = 0) -> None:
+    def __init__(self, on_frame: Callable[[bytes], None], pause_bytes: int = 0) -> None:
         ours, self.other = socket.socketpair()
         self.other.setblocking(False)
         self.closed: list[str] = []
@@ -77,65 +77,37 @@ class Scene:
             data, found = data + part, found + descriptors
 
 
-async def most_between_callbacks(
-    body: bytes, on_frame: Callable[[list[int]], Iterator[None] | None], count: int
-) -> int:
-    """Send `body` as many frames in one write. Returns the most steps that were done between two callbacks of the loop
-    that belong to others, once `count` steps are done."""
-    steps: list[int] = []
-    with Scene(lambda _: on_frame(steps)) as scene:
+async def test_a_slice_handles_a_few_of_many_frames() -> None:
+    """Few frames are handled between two callbacks of the loop that belong to others."""
+    handled: list[bytes] = []
+    with Scene(handled.append) as scene:
         scene.other.setblocking(True)
-        scene.other.sendall(body)
+        scene.other.sendall(frame(b"x") * FRAMES)
         most = seen = 0
         async with asyncio.timeout(LIMIT_S):
-            while len(steps) < count:
+            while len(handled) < FRAMES:
                 await asyncio.sleep(0)
-                most, seen = max(most, len(steps) - seen), len(steps)
-        assert len(steps) == count
-    return most
-
-
-async def test_a_slice_handles_a_few_of_many_frames() -> None:
-    def handle(steps: list[int]) -> None:
-        steps.append(1)
-
-    body = frame(b"x") * FRAMES
-    assert 0 < await most_between_callbacks(body, handle, FRAMES) <= PER_SLICE + 1
-
-
-async def test_the_work_on_one_frame_is_done_in_several_slices() -> None:
-    def handle(steps: list[int]) -> Iterator[None]:
-        for _ in range(50):
-            steps.append(1)
-            yield
-
-    assert 0 < await most_between_callbacks(frame(b"x") * 4, handle, 200) <= PER_SLICE + 1
+                most, seen = max(most, len(handled) - seen), len(handled)
+    assert 0 < most <= PER_SLICE + 1
 
 
 async def test_frames_stay_in_order() -> None:
-    """Frames stay in order when the work on one takes several slices."""
-    handled: list[tuple[bytes, int]] = []
-
-    def handle(body: bytes) -> Iterator[None]:
-        for part in range(30):
-            handled.append((body, part))
-            yield
-
-    with Scene(handle) as scene:
-        scene.other.send(frame(b"a") + frame(b"b"))
-        await until(lambda: len(handled) == 60)
-    assert handled == [(body, part) for body in (b"a", b"b") for part in range(30)]
+    handled: list[bytes] = []
+    bodies = [b"%d" % number for number in range(3 * PER_SLICE)]
+    with Scene(handled.append) as scene:
+        scene.other.send(b"".join(map(frame, bodies)))
+        await until(lambda: len(handled) == len(bodies))
+    assert handled == bodies
 
 
 async def test_a_connection_that_closes_within_a_slice() -> None:
     """A connection that closes within a slice handles nothing more."""
     handled: list[bytes] = []
 
-    def handle(body: bytes) -> Iterator[None] | None:
+    def handle(body: bytes) -> None:
         handled.append(body)
         if len(handled) == 3 * PER_SLICE:
             scene.connection.close("enough")
-        return None
 
     with Scene(handle) as scene:
         scene.other.send(frame(b"x") * 100)

@@ -14,7 +14,7 @@ from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, re
 from tests.server.raw import Raw, hello
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
-from tokenlake.wire.engine import MAX_KEYS
+from tokenlake.wire.engine import MAX_CHANGED
 from tokenlake_client import MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -73,10 +73,10 @@ def test_a_hint_about_too_many_keys_closes_the_connection(node: Node) -> None:
     with Raw(node.socket) as raw:
         raw.send(hello())
         assert isinstance(raw.reply(), engine.Welcome)
-        raw.send(engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)))
+        raw.send(engine.Hint(bytes(32) * (MAX_CHANGED + 1), Hints(Outlook.OVER)))
         failed = raw.reply()
         assert isinstance(failed, engine.Failed)
-        assert "'max_keys'" in failed.reason
+        assert "'max_changed'" in failed.reason
         assert raw.closed()
     assert node.running
 

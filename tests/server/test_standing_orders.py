@@ -11,18 +11,9 @@ import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, store, total, wait_until
 from tokenlake.errors import LayoutRefused, TokenLakeError
-from tokenlake.keys import KEY_BYTES
 from tokenlake_client import Pool
 from tokenlake_server.disk.directory import Identity, pack_identity
-from tokenlake_server.start.standing_orders import (
-    COPY_BYTES,
-    MAX_ABSENT,
-    MAX_DROPPED_KEYS,
-    MAX_DROPS,
-    MAX_RETIRED,
-    Drop,
-    StandingOrders,
-)
+from tokenlake_server.start.standing_orders import COPY_BYTES, MAX_ALL_RETIRED, MAX_RETIRED, StandingOrders
 from tokenlake_testing.cluster import Cluster
 
 
@@ -42,18 +33,10 @@ async def test_orders_outlive_the_daemon(tmp_path: Path) -> None:
     home = tmp_path / "orders"
     orders = orders_of(home)
     orders.retire("red", "w1")
-    assert orders.stores("red", "w1", 4096)
-    assert not orders.stores("red", "w1", 4096)
-    orders.drop("/disk", Drop("red", 8192))
     assert await saved(orders) == []
     again = orders_of(home)
     assert again.is_retired("red", "w1")
     assert not again.is_retired("blue", "w1")
-    assert again.sizes("red", "w1") == [4096]
-    assert again.drops("/disk") == [Drop("red", 8192)]
-    again.dropped("/disk", [Drop("red", 8192)])
-    assert await saved(again) == []
-    assert orders_of(home).drops("/disk") == []
     assert home.stat().st_mode & 0o777 == 0o600
 
 
@@ -88,61 +71,66 @@ async def test_a_write_that_is_cut_off_leaves_one_version(tmp_path: Path) -> Non
 
 
 async def test_each_place_is_enough(tmp_path: Path) -> None:
-    """Retired weights are those of all files; removals are those of the newest one."""
     one, two = tmp_path / "one", tmp_path / "two"
     for each in (one, two):
         each.mkdir()
     orders = orders_of(tmp_path / "home", one, two)
     orders.retire("red", "w1")
-    orders.drop("/disk", Drop("red"))
     assert await saved(orders) == []
     for kept in (tmp_path / "home", one / "orders", two / "orders"):
-        found = orders_of(kept)
-        assert found.is_retired("red", "w1")
-        assert found.drops("/disk") == [Drop("red")]
+        assert orders_of(kept).is_retired("red", "w1")
     (tmp_path / "home").unlink()
     (two / "orders").unlink()
     assert orders_of(tmp_path / "home", one, two).is_retired("red", "w1")
 
 
-async def test_a_newer_file_that_comes_late_replaces_no_order(tmp_path: Path) -> None:
-    """The file of the state directory is lost, and a device answers after an eviction."""
+@pytest.mark.parametrize("lost", [(), ("home",), ("one/orders",), ("two/orders",)])
+async def test_a_disk_that_missed_an_eviction_is_known(lost: tuple[str, ...], tmp_path: Path) -> None:
+    """Wherever the orders are lost but at all disks that have carried it out."""
+    home, one, two = (tmp_path / each for each in ("home", "one", "two"))
+    for each in (one, two):
+        each.mkdir()
+    orders = orders_of(home, one, two)
+    await saved(orders)
+    assert orders.clean(str(one))
+    assert orders.clean(str(two))
+    orders.evict([str(one)])
+    orders.evict()
+    await saved(orders)
+    for name in lost:
+        (tmp_path / name).unlink()
+    orders = orders_of(home, one, two)
+    assert not orders.clean(str(one))
+    assert orders.clean(str(two)) == ("two/orders" not in lost)
+    assert [level.value for level in orders.gauges()[1:]] == [True, not orders.clean(str(two))]
+
+
+async def test_a_disk_that_is_emptied_is_clean(tmp_path: Path) -> None:
+    orders = orders_of(tmp_path / "home", tmp_path)
+    orders.evict([str(tmp_path)])
+    before = orders.evicted
+    orders.cleaned(str(tmp_path), before)
+    assert orders.clean(str(tmp_path))
+    orders.evict([str(tmp_path)])
+    orders.cleaned(str(tmp_path), before)  # it was emptied before the last eviction
+    assert not orders.clean(str(tmp_path))
+
+
+async def test_a_disk_that_was_away_missed_evictions(tmp_path: Path) -> None:
+    """It left the setting, or did not answer when the daemon started, and comes back at its path or at another one."""
     disk, away = tmp_path / "disk", tmp_path / "away"
     disk.mkdir()
-    orders = orders_of(tmp_path / "lost", disk)
-    for _ in range(3):
-        await saved(orders)
+    await saved(orders_of(tmp_path / "home", disk))
     disk.rename(away)
     orders = orders_of(tmp_path / "home", disk)
-    orders.drop(str(disk), Drop("red"))
-    away.rename(disk)
-    orders.take(str(disk))
-    assert orders.drops(str(disk)) == [Drop("red")]
-    orders.dropped(str(disk), [Drop("red")])
-    assert not orders.waiting
-
-
-async def test_removals_wait_for_a_directory_that_left(tmp_path: Path) -> None:
-    """It may come back at its path or at another one."""
-    one, two = (str(tmp_path / each) for each in ("one", "two"))
-    orders = orders_of(tmp_path / "home", Path(one))
-    assert orders.use(one)
-    assert not orders.use(one)
-    await saved(orders)
-    orders = orders_of(tmp_path / "home", Path(two))
-    assert orders.use(two)
-    orders.drop_absent(Drop("red"))
-    assert orders.drops(two) == []
-    assert orders.drops(one) == orders.drops("/mnt/new") == [Drop("red")]
-    assert not [each for each in orders.gauges() if each.values == (one,)]
-    await saved(orders)
-    orders = orders_of(tmp_path / "home", Path(one), Path(two))
-    assert orders.drops(one) == [Drop("red")]
-    for number in range(MAX_ABSENT + 1):
-        orders.use(f"/{number}")
-    orders.drop_absent(Drop("blue"))
-    assert orders.drops("/0") == orders.drops("/new") == [Drop("red"), Drop("blue")]  # forgotten
-    assert orders.drops("/1") == [Drop("blue")]
+    orders.evict()
+    assert [str(disk / "orders") in each for each in await saved(orders)] == [True]
+    for path in (disk, tmp_path / "moved"):
+        away.rename(path)
+        orders = orders_of(tmp_path / "home", path)
+        orders.take(str(path))
+        assert not orders.clean(str(path))
+        path.rename(away)
 
 
 async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -183,22 +171,8 @@ async def test_the_orders_have_limits(tmp_path: Path) -> None:
     for number in range(3):
         shared.retire("red", str(number))
     assert [shared.is_retired("red", str(number)) for number in range(3)] == [False, True, True]
-    disks = [tmp_path / str(number) for number in range(20)]
-    orders = orders_of(tmp_path / "orders", *disks)
-    first, *others = map(str, disks)
-    for each in (first, *others):
-        orders.use(each)
-    orders.drop(first, Drop("red", 0, bytes(KEY_BYTES * (MAX_DROPPED_KEYS + 1))))
-    assert orders.drops(first) == [Drop("red")]
-    for number in range(MAX_DROPS):
-        orders.drop(first, Drop("blue", number + 1))
-    assert orders.drops(first) == [Drop("")]
-    for each in others:
-        orders.drop(each, Drop("blue", 0, bytes(KEY_BYTES * MAX_DROPPED_KEYS)))
-    assert orders.drops(others[15])[0].keys
-    assert orders.drops(others[16]) == [Drop("blue")]
-    for disk in disks:
-        disk.mkdir()
+    for number in range(MAX_ALL_RETIRED):
+        orders.retire(str(number // MAX_RETIRED), str(number))
     assert await saved(orders) == []
 
 
@@ -231,9 +205,6 @@ def test_retired_weights_do_not_return(disk: bool, tmp_path: Path) -> None:
             store(stale, prompt)
         with pytest.raises(LayoutRefused, match="changed in place"):
             Pool.connect(node.socket, LAYOUT, deadlines=PATIENT)
-        with local(node) as control:
-            # The sizes that belong to the weights are known although no engine is connected.
-            assert control.weights_changed(LAYOUT.weights_digest).sessions == 0
         stale.close()
 
 
@@ -262,8 +233,7 @@ def test_segments_evicted_from_a_disk_do_not_return(tmp_path: Path) -> None:
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("how", ["evict", "retire"])
-def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> None:
+def test_evictions_wait_for_a_disk_that_is_aside(tmp_path: Path) -> None:
     """The answer names the device, and a later daemon does not find the segments there."""
     pytest.importorskip("grpc")
     from tests.server.control.scene import local
@@ -273,9 +243,6 @@ def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> No
         node.wait_disk()
         with cluster.connect(0, LAYOUT) as pool:
             store(pool, prompt)
-            # Before the daemon is stopped: the size of the segments of these weights is remembered.
-            kept = Path(f"{node.socket}.orders")
-            wait_until(lambda: any(kept.read_bytes()), "the orders are saved")
         node.stop()
         identity = tmp_path / "tokenlake-disk.json"
         right = identity.read_bytes()
@@ -285,8 +252,7 @@ def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> No
         cluster.wait_ready()
         with local(node) as control:
             wait_until(lambda: bool(control.status().disks[0].problem), "the device is set aside")
-            retire = how == "retire"
-            answer = control.weights_changed(LAYOUT.weights_digest) if retire else control.evict(everything=True)
+            answer = control.evict(everything=True)
             (named,) = answer.unremoved
             assert named.startswith(f"{tmp_path}: its segments are encrypted")
             assert not answer.unrecorded
@@ -296,8 +262,7 @@ def test_evictions_wait_for_a_disk_that_is_aside(how: str, tmp_path: Path) -> No
         node.start()
         cluster.wait_ready()
         node.wait_disk()
-        other = msgspec.structs.replace(LAYOUT, weights_digest="another") if retire else LAYOUT
-        with cluster.connect(0, other) as pool, match(pool, prompt, 2.0) as lease:
+        with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
             assert lease.hits == 0
         assert total(node, "tokenlake_disk_segments") == 0
         wait_until(lambda: total(node, "tokenlake_disk_waiting_removals") == 0, "nothing waits")

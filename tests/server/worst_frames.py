@@ -51,7 +51,7 @@ def _ask(raw: Raw, message: engine.EngineRequest) -> engine.EngineReply:
 def _all(raw: Raw, keys: list[bytes]) -> None:
     packed, stored = b"".join(keys), 0
     while stored < len(keys):
-        prepared = _ask(raw, engine.Prepare(3, b"".join(keys[stored:]), stored))
+        prepared = _ask(raw, engine.Prepare(3, b"".join(keys[stored : stored + engine.MAX_CHANGED]), stored))
         assert isinstance(prepared, engine.Prepared)
         got = tuple(at for at, code in enumerate(prepared.codes) if code == 16)
         assert got, set(prepared.codes)
@@ -61,11 +61,12 @@ def _all(raw: Raw, keys: list[bytes]) -> None:
         matched = _ask(raw, engine.Match(5, packed, 0.1))
         assert isinstance(matched, engine.Matched)
         assert matched.hits == len(keys), matched.hits
-        raw.send(engine.Hint(b"", Hints(Outlook.OVER), matched.lease))
+        for at in range(0, len(keys), engine.MAX_CHANGED):
+            raw.send(engine.Hint(b"".join(keys[at : at + engine.MAX_CHANGED]), Hints(Outlook.OVER), matched.lease))
         step = len(keys) // spans
         ranges = tuple((matched.lease, at, at + step) for at in range(0, len(keys), step))
-        for start in range(0, len(ranges), 512):
-            raw.send(engine.Release(ranges[start : start + 512]))
+        for some in engine.releasable(ranges):
+            raw.send(engine.Release(some))
     _ask(raw, engine.Heartbeat(6))
 
 

@@ -1,4 +1,4 @@
-"""Malformed events of every kind, which no driver and no sender of the protocol makes, for the present state of a core.
+"""Malformed events of every kind that no engine and no peer of the protocol causes, for the present state of a core.
 
 Message types come from the unions of `tokenlake.wire`, so that a new one is sent too; each field that can be wrong is
 wrong in one of the events, and the rest of it is right.
@@ -7,7 +7,6 @@ wrong in one of the events, and the rest of it is right.
 from __future__ import annotations
 
 import functools
-import math
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +15,6 @@ import msgspec
 import msgspec.inspect as types
 
 from tokenlake.core import NodeCore, events
-from tokenlake.core.engines.survey import MAX_LOCATED
-from tokenlake.disk import NOTE_BYTES, PLACE_BYTES
-from tokenlake.hints import Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
 
@@ -27,11 +23,6 @@ REQUESTS: tuple[type[Any], ...] = typing.get_args(engine.EngineRequest)
 NOT_FOR_THE_RULES = (engine.Hello, engine.OpenRegion, engine.OpenQuery, engine.Unpublished, engine.Explain, engine.Bye)
 """Requests that the daemon answers itself, or that are an event of their own."""
 NEVER_MALFORMED = (
-    events.ProcessGone,
-    events.SendDone,
-    events.SlotChecked,
-    events.RingChanged,
-    events.DiskGone,
     *(
         engine.Attach,
         engine.Fetch,
@@ -43,7 +34,7 @@ NEVER_MALFORMED = (
     ),
     *(peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping),
 )
-"""Messages and events that the rules never refuse: the decoder has checked every field, and unknown ids are ignored."""
+"""Messages that the rules never refuse: the decoder has checked every field, and unknown ids are ignored."""
 
 KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
@@ -162,7 +153,7 @@ def malformed(core: NodeCore, connection: int, node: str) -> Iterator[events.Eve
         yield events.PeerSent(STRANGER, saying)
         yield events.PeerSent(core.config.node, saying)
     yield from _wrong_replies(core)
-    yield from _wrong_events(core, connection, node)
+    yield from _wrong_events(core, node)
 
 
 def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
@@ -182,7 +173,7 @@ def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
                 yield events.PeerSent(asked.node, legal(peer.Pong, call=call))
 
 
-def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events.Event]:
+def _wrong_events(core: NodeCore, node: str) -> Iterator[events.Event]:
     for other in (STRANGER, core.config.node, ""):
         yield events.PeerUp(other, 1)
         yield events.PeerDown(other, 1)
@@ -191,44 +182,3 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     yield events.PullRequested(1, node, "red", KEY[:-1])
     for stream in core._serving._sends:
         yield events.PullRequested(stream, node, "red", KEY)
-    yield events.Joined(connection, 1, "red", 512, 2, 16, 0, 0)
-    for slot_bytes, shards, tokens in (
-        (0, 2, 16),
-        (-1, 2, 16),
-        (1 << 60, 2, 16),
-        (512, 0, 16),
-        (512, -1, 16),
-        (512, 1 << 20, 16),
-        (512, 2, -1),
-    ):
-        yield events.Joined(1 << 40, 1, "red", slot_bytes, shards, tokens, 0, 0)
-    yield events.FetchDone(1, bytes([Code.LOCAL]), bytes(16))
-    yield events.FetchSettled(1)
-    for fetch, transfer in core._transfers._under_way.items():
-        count = len(transfer.segments)
-        codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * transfer.shards * count)
-        yield events.FetchDone(fetch, codes[1:], checksums)
-        yield events.FetchDone(fetch, codes + codes[:1], checksums)
-        yield events.FetchDone(fetch, codes[1:] + b"\xff", checksums)
-        yield events.FetchDone(fetch, codes, checksums[1:])
-        yield events.FetchDone(fetch, codes, b"")
-        yield events.FetchDone(fetch, codes, checksums, True, b"\1")
-        yield events.FetchDone(fetch, codes, checksums, True, b"\1" * count)
-    yield events.RegionReady(-1)
-    yield events.RegionReady(0)
-    for request in (engine.Match(1, KEY, 0.0), peer.AdvertisingDone()):
-        yield events.ExplainRequested(connection, "red", request)  # type: ignore[arg-type]
-    for fields in ((-1, 1, 1.0, 1.0), (0, -1, 1.0, 1.0), (0, 1, math.nan, 1.0), (0, 1, 1.0, math.inf)):
-        yield events.DiskReady(*fields)
-    found = KEY, bytes(PLACE_BYTES), bytes(NOTE_BYTES)
-    yield events.DiskFound(7, "red", 512, 1, *found)
-    yield events.DiskRecovered(7)
-    yield events.DiskWritten(1, bytes([Code.COMMITTED]))
-    yield events.DiskErased(1, bytes([Code.COMMITTED]))
-    yield events.SaveRequested(math.nan)
-    yield events.SaveRequested(-1.0)
-    for keys in (b"short", KEY * (MAX_LOCATED + 1)):
-        yield events.LocateRequested(1, "red", keys)
-        yield events.HintGiven("red", keys, Hints())
-        yield events.EvictRequested(1, "red", keys)
-    yield legal(peer.Ping)

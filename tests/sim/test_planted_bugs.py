@@ -26,7 +26,6 @@ from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import HandlerFailed, NodeCore
-from tokenlake.directory.entries import Entry
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.memory import Kind, SegmentStore
 from tokenlake.memory.slot_table import SlotTable
@@ -89,13 +88,10 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Transfers, "_abort", abort)
     patch.setattr(Transfers, "done", done)
-    # The receiver returns after its fetch is forgotten.
-    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums, held: None)
     _nothing_settles(patch)
 
 
 def _nothing_settles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "check_settled", lambda self, fetch: None)
     patch.setattr(Transfers, "settled", lambda self, fetch: None)
 
 
@@ -183,8 +179,9 @@ def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
     """A directory node believes each node that reports a primary copy, and names no copy as redundant."""
 
     def owned(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any, previous: Any = None) -> peer.Redundant:
-        for key in keys:
-            self._directory._put(tenant, key, Entry(node, self._incarnation(node)))
+        for key, other in self._directory.own(tenant, keys, node, self._incarnation(node)).items():
+            self._directory.gone(tenant, (key,), other)
+            self._directory.own(tenant, (key,), node, self._incarnation(node))
         return peer.Redundant(tenant, b"", ())
 
     patch.setattr(DirectoryNode, "owned", owned)
@@ -210,10 +207,10 @@ def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     """A malformed message ends the suspicion of its sender, as a sign of life."""
     original = Checks.check
 
-    def check(self: Checks, event: Any, now: float) -> None:
+    def check(self: Checks, event: Any) -> None:
         if isinstance(event, PeerSent) and self._peers.get(NodeId(event.node)) is not None:
             self._peers.heard(NodeId(event.node))
-        original(self, event, now)
+        original(self, event)
 
     patch.setattr(Checks, "check", check)
 
@@ -222,10 +219,10 @@ def renewed_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     """A malformed request keeps a session alive."""
     original = Checks.check
 
-    def check(self: Checks, event: Any, now: float) -> None:
+    def check(self: Checks, event: Any) -> None:
         if isinstance(event, Requested) and (process := self._sessions.process(ConnectionId(event.connection))):
             self._sessions.renew(process.session)
-        original(self, event, now)
+        original(self, event)
 
     patch.setattr(Checks, "check", check)
 
@@ -242,11 +239,6 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
             raise
 
     patch.setattr(Peers, "check_reply", check_reply)
-
-
-def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
-    """A receiver's report is taken without a check."""
-    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums, held: None)
 
 
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
@@ -290,7 +282,6 @@ SEEN_INSIDE = (
     heard_before_it_is_checked,
     renewed_before_it_is_checked,
     call_ended_by_a_wrong_reply,
-    transfer_not_checked,
     independent_keys_end_at_a_gap,
 )
 """Lost slots, segments that no node finds or leases, too many copies, refused events that leave a trace."""

@@ -167,7 +167,7 @@ class RingMachine(RuleBasedStateMachine):
             assert core is not None
             assert core._context.previous_ring is None
             assert set(core.ring_states().values()) <= {"same"}, core.ring_states()
-            for tenant, key in core._directory_node._directory._entries:
+            for tenant, key in core._directory_node._directory._owners:
                 assert name in core.ring.candidates(key)[0], f"{name} keeps an entry of a key of {tenant} that moved"
 
 

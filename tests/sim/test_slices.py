@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.profiles import examples
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.cluster import directory_node, serve, transfers
-from tokenlake.core.engines import access, pieces, sessions
+from tokenlake.core.engines import access, sessions
 
 
 def test_work_in_slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,6 @@ def test_work_in_slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_node, "SWEPT_ENTRIES", 2)
     monkeypatch.setattr(serve, "SLICE", 2)
     monkeypatch.setattr(sessions, "PIECE", 2)
-    monkeypatch.setattr(pieces, "PIECE", 2)
     monkeypatch.setattr(transfers, "SETTLED", 2)
     monkeypatch.setattr(access, "REPORTS", 2)
     run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(25), stateful_step_count=30))

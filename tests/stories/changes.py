@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 def look(core: NodeCore, key: SegmentKey) -> Seen:
     """The segment of tenant red as the node knows it now."""
     segment, on_disk = core.store.get(RED, key), core._context.disk.find(RED, key) >= 0
-    entry = core._directory_node._directory._find(RED, key)
+    entry = core._directory_node._directory.get(RED, key, core._context.now)
     directory = ""
     if entry is not None:
         directory = f"in-flight marker of {entry.node}" if entry.deadline else f"directory entry, owner {entry.node}"

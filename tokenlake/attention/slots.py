@@ -25,8 +25,6 @@ class Place(NamedTuple):
     @property
     def end(self) -> int:
         """Index in the slot after the last element of the array."""
-        if 0 in self.shape:
-            return self.offset
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
@@ -74,29 +72,24 @@ class SlotMap:
         """Bytes of a slot."""
         return self.groups * self.layers * self.heads * self.tokens * self.row * DTYPE_BYTES[self.dtype]
 
-    def places(self, layer: int, tokens: int | None = None) -> tuple[Place, Place]:
-        """The places of the keys and values of `layer`, for the first `tokens` tokens of the segment (default: all).
-
-        Raises LayoutRefused for a layer or a number of tokens that a segment does not have.
-        """
-        tokens = self.tokens if tokens is None else tokens
+    def places(self, layer: int) -> tuple[Place, Place]:
+        """The places of the keys and values of `layer`. Raises LayoutRefused for a layer that a segment does not
+        have."""
         if not 0 <= layer < self.layers:
             raise LayoutRefused(f"layer is {layer}; expected 0 to {self.layers - 1}")
-        if not 0 <= tokens <= self.tokens:
-            raise LayoutRefused(f"tokens of a segment are {tokens}; expected 0 to {self.tokens}")
         of_layer = self.heads * self.tokens * self.row
         of_group = self.layers * of_layer
         start = layer * of_layer
         keys = Place(
             start,
-            (self.groups, self.heads, tokens, self.key_dim),
+            (self.groups, self.heads, self.tokens, self.key_dim),
             (of_group, self.tokens * self.key_dim, self.key_dim, 1),
         )
         if self.latent:
             return keys, Place(start, (*keys.shape[:3], self.value_dim), keys.strides)
         values = Place(
             start + self.heads * self.tokens * self.key_dim,
-            (self.groups, self.heads, tokens, self.value_dim),
+            (self.groups, self.heads, self.tokens, self.value_dim),
             (of_group, self.tokens * self.value_dim, self.value_dim, 1),
         )
         return keys, values
@@ -108,7 +101,7 @@ class SlotMap:
                 f"a slot is an array of {slot.dtype} of shape {slot.shape}; expected {self.nbytes} contiguous uint8"
             )
 
-    def views(self, slot: NDArray[np.uint8], layer: int, tokens: int | None = None) -> tuple[Stored, Stored]:
+    def views(self, slot: NDArray[np.uint8], layer: int) -> tuple[Stored, Stored]:
         """Keys `[groups, heads, tokens, key dim]` and values `[groups, heads, tokens, value dim]` of `layer`.
 
         `slot`: the segment's bytes, as `check` demands. Both arrays are views: they copy nothing, keep `slot` alive and
@@ -122,5 +115,5 @@ class SlotMap:
             strides = tuple(stride * dtype.itemsize for stride in place.strides)
             return np.ndarray(place.shape, dtype, slot.data, place.offset * dtype.itemsize, strides)
 
-        keys, values = self.places(layer, tokens)
+        keys, values = self.places(layer)
         return view(keys), view(values)

@@ -41,7 +41,7 @@ OPERATOR_PREFIX = "TOKENLAKE_OPERATOR_"
 ROUTER_PREFIX = "TOKENLAKE_ROUTER_"
 """Prefix of the settings of routers' plug-ins, which a daemon ignores as well."""
 ENGINE_SETTINGS = (
-    *("call_ms", "credential", "daemon_uid", "fetch_ms", "load", "match_ms", "salt", "save", "segment_tokens"),
+    *("call_ms", "credential", "daemon_uid", "fetch_ms", "match_ms", "salt", "save", "segment_tokens"),
     *("serve_inexact", "verify", "weigh_loads", "weights_digest", "write_patience_s", "write_queue"),
 )
 """The settings of engines that a daemon does not have."""

@@ -67,14 +67,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="less than `dirty_share`, so that one engine does not keep the others from storing",
         ),
     ] = 0.40
-    background_share: Annotated[
-        float,
-        Meta(ge=0.01, le=0.99, description="a share of the bytes that come in from other nodes"),
-        Setting(
-            "share of segments that other nodes hand over while engines of this node read from other nodes",
-            why="the same as for reads; with less, the other nodes evict segments before they are handed over",
-        ),
-    ] = 0.5
     disk_writes_per_day: Annotated[
         float,
         Meta(ge=0, le=1000, description="writes of the whole size per day"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -84,6 +84,21 @@ def ring_of(record: RingRecord, node: NodeId) -> Ring:
     """The ring of `node` at this record: that of the record, or one of `node` alone if it is no member."""
     alone = RingRecord(record.epoch, 1.0, {str(node): Member(UNIT_SHARE)})
     return Ring(record if node in record.members else alone)
+
+
+class Part:
+    """A part of a node's rules."""
+
+    def census(self) -> dict[str, int]:
+        """How many objects the part keeps, by kind: for gauges, and for tests that look for leaks."""
+        return {}
+
+    def pinned(self) -> Iterator[Segment]:
+        """Yields a segment once for each pin that the part holds on it; for integrity checks."""
+        return iter(())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the state of the part contradicts itself. Slow; for tests."""
 
 
 class Context:

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovered, DiskWritten
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
 from tokenlake.disk import Place, pack_places, unpack_places
@@ -37,7 +37,7 @@ from tokenlake.disk.slab import Device, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, SlotPool, State
-from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, DISK_RULE, OPERATOR_RULE, VOID_RULES
+from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, OPERATOR_RULE, VOID_RULES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys, split_keys
@@ -96,7 +96,7 @@ class Erasure:
     """True once the order has found all its segments."""
 
 
-class Disk:
+class Disk(Part):
     """Decides what is written to the devices of this node, and keeps the directory informed."""
 
     def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
@@ -228,17 +228,10 @@ class Disk:
             )
         )
 
-    def check_written(self, event: DiskWritten) -> None:
-        """Raises `ValueError` where no such write is under way, or its result has another size. Changes nothing."""
-        batch = self._writes.get(event.write)
-        if batch is None:
-            raise ValueError(f"write {event.write} is not under way")
-        if len(event.codes) != len(batch.segments) or event.codes.translate(None, bytes((Code.COMMITTED, Code.LOST))):
-            raise ValueError(f"write {event.write} of {len(batch.segments)} segments ended with {event.codes.hex()}")
-
     def written(self, event: DiskWritten) -> None:
         """Handle the end of a write."""
         batch = self._writes.pop(event.write)
+        assert len(event.codes) == len(batch.segments)
         store, done = self._context.store, 0
         for segment, entry, code in zip(batch.segments, batch.entries, event.codes, strict=True):
             done += code == Code.COMMITTED
@@ -269,14 +262,6 @@ class Disk:
     def end_erasure(self, erasure: Erasure) -> None:
         """The order has found all its segments; after this event all of them have left."""
         erasure.complete = True
-
-    def check_erased(self, event: DiskErased) -> None:
-        """Raises `ValueError` where no such erasure is under way, or its result has another size. Changes nothing."""
-        erase = self._erases.get(event.erase)
-        if erase is None:
-            raise ValueError(f"erasure {event.erase} is not under way")
-        if len(event.codes) != len(erase.slots) or event.codes.translate(None, bytes((Code.COMMITTED, Code.LOST))):
-            raise ValueError(f"erasure {event.erase} of {len(erase.slots)} segments ended with {event.codes.hex()}")
 
     def erased(self, event: DiskErased) -> None:
         """Handle the end of an erasure."""
@@ -311,7 +296,7 @@ class Disk:
 
     # -- leaving the disk
 
-    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str = DISK_RULE) -> int:
+    def forget(self, tenant: TenantId, keys: Iterable[SegmentKey], rule: str) -> int:
         """Drop the copies on disk of these segments; those that are being written stay. `rule`: the reason, for the log
         of removals. Returns how many were dropped."""
         dropped = 0
@@ -390,14 +375,11 @@ class Disk:
         self._tier.recovered(event.device)
         self._emit_void()
 
-    def check_device(self, event: DiskFound | DiskRecovered) -> None:
-        """Raises `ValueError` for a device that is not in use. Changes nothing."""
-        if event.device not in self._tier.devices:
-            raise ValueError(f"disk {event.device} is not in use")
-
     def found(self, event: DiskFound) -> None:
         """Take segments that were found on a device. The directory nodes are told of them at a bounded rate."""
         tenant, keys, places = TenantId(event.tenant), split_keys(event.keys), unpack_places(event.places)
+        assert event.device in self._tier.devices
+        assert len(places) == len(keys) == len(event.notes) // NOTE_BYTES
         index = self._context.store.index(tenant)
         taken: list[SegmentKey] = []
         refused: list[tuple[SegmentKey, Place]] = []
@@ -495,12 +477,10 @@ class Disk:
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that writes hold on it; for integrity checks."""
         for batch in self._writes.values():
             yield from batch.segments
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "disk writes": len(self._writes),
             "disk erasures": len(self._erases) + len(self._erasures),
@@ -508,7 +488,6 @@ class Disk:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the disk tier contradicts itself or the segments in memory."""
         self._tier.check_integrity()
         for segment in self._context.store.segments():
             if segment.disk >= 0:

@@ -122,8 +122,6 @@ class DiskReads:
             elif code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
                 counters.add(DAMAGED)
                 disk.forget_place(slab, slot, DISK_DAMAGED_RULE)
-                if code == Code.BAD_CHECKSUM:
-                    self._context.store.found_corrupt(segment.tenant, segment.key)
         self._end_places(read)
         arrived = codes.count(Code.LOCAL)
         counters.add_for(READ, arrived, read.tenant)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenlake.core import events
@@ -20,13 +21,12 @@ from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.context import Context, CoreConfig, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.corruption import Corruption
 from tokenlake.core.engines.grants import Grants
 from tokenlake.core.engines.match import Matches
-from tokenlake.core.engines.pieces import LongRequest, Pieces
 from tokenlake.core.engines.reads import LeaseReads
 from tokenlake.core.engines.sessions import Process, Session, Sessions
 from tokenlake.core.engines.survey import Survey
@@ -42,13 +42,13 @@ from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
-from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, NodeId, SessionId, TenantId, WriteId
 from tokenlake.location import Location
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
 from tokenlake.wire import engine, peer
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 
 class HandlerFailed(RuntimeError):
@@ -96,32 +96,24 @@ class NodeCore:
         )
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
-        self._ownership = Ownership(context, self._peers, self._directory_node)
+        self._disk = Disk(context, self._directory_node)
+        self._ownership = Ownership(context, self._peers, self._directory_node, self._disk)
         self._directory_node.on_redundant = self._ownership.redundant
-        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
+        self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
-        self._pieces = Pieces(self._sessions)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
-        self._disk = Disk(context, self._directory_node)
-        self._ownership.forget_on_disk = self._disk.forget
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node)
         context.store.on_arrival = self._arrived
-        self._matches = Matches(
-            context,
-            self._grants,
-            self._peers,
-            self._directory_node,
-            self._waiting,
-            self._explain,
-            self._copies_of,
-        )
+        self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._waiting, self._explain)
         self._corruption = Corruption(context)
-        self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
+        self._reads = LeaseReads(
+            context, self._grants, self._peers, self._directory_node, self._transfers, self._touches
+        )
         self._refusals = Refusals(context)
         self._writes = Writes(
             context,
@@ -135,20 +127,31 @@ class NodeCore:
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._orders = Orders(context, self._disk)
         self._learned = Learned(context, self._peers)
-        self._drain = Drain(context, self._peers, self._handover)
-        self._ownership.on_taken = self._drain.taken
+        self._drain = Drain(context, self._peers, self._ownership, self._handover)
         self._ring_change = RingChange(
             context, self._peers, self._directory_node, self._ownership, self._serving, self._handover, self._drain
         )
-        self._checks = Checks(
-            context,
+        self._parts: tuple[Part, ...] = (
             self._sessions,
-            self._peers,
+            self._matches,
+            self._waiting,
+            self._touches,
             self._transfers,
             self._serving,
-            self._regions,
+            self._handover,
+            self._drain,
+            self._peers,
+            self._directory_node,
+            self._explain,
+            self._markers,
+            self._corruption,
+            self._survey,
+            self._orders,
+            self._refusals,
             self._disk,
+            self._ring_change,
         )
+        self._checks = Checks(self._sessions, self._peers, self._serving)
         self._handlers: dict[type, Callable[..., None]] = {
             # Events of the driver: handler(event).
             events.Joined: self._joined,
@@ -303,21 +306,17 @@ class NodeCore:
         passes in the events that arrived meanwhile first, so that its own delay makes no peer overdue."""
         return self._context.timers.next()
 
-    def pieces(self, connection: int, message: LongRequest) -> Iterator[engine.EngineRequest]:
-        """Yields requests that together do what `message` of an engine's process does, each of which takes the rules a
-        millisecond at most. The driver passes in one after the other. Changes nothing."""
-        return self._pieces.cut(ConnectionId(connection), message)
-
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
         """Take one event, as a whole or not at all; returns the instructions it leads to, in order. `now` (seconds)
         never decreases.
 
-        Raises `ValueError` for an event that no correct sender or driver makes: its fields contradict each other, or
+        Raises `ValueError` for an event that no correct engine or peer causes: its fields contradict each other, or
         name something that does not exist. Nothing was changed then, the time included.
-        Raises `HandlerFailed` for a mistake of the rules: it carries the instructions that belong to the changes made,
-        and none of them comes with a later event.
+        Raises `HandlerFailed` for a mistake of the rules or of the driver: it carries the instructions that belong to
+        the changes made, and none of them comes with a later event.
         """
-        self._checks.check(event, now)
+        assert self._context.now <= now < math.inf, f"an event at {now} s after one at {self._context.now} s"
+        self._checks.check(event)
         self._context.now = now
         try:
             self._handlers[type(event)](event)
@@ -449,17 +448,6 @@ class NodeCore:
             age_s = self._context.since(segments[0].touched)
             self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)
 
-    def _copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
-        """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
-        first: the owner according to this node's directory, then the two candidates of the key."""
-        answers = self._directory_node.answers(tenant, list(keys))
-        candidates = self._context.ring.candidates(join_keys(keys))
-        delivering = {peer_.node for peer_ in self._peers if peer_.delivers}
-        return [
-            [node for node in dict.fromkeys((named, *pair)) if node is not None and node in delivering]
-            for (_, named), pair in zip(answers, candidates, strict=True)
-        ]
-
     def _report(self) -> None:
         self._touches.report()
         self._serving.sweep()
@@ -474,26 +462,7 @@ class NodeCore:
     def census(self) -> dict[str, int]:
         """How many objects the rules keep, by kind (leases, transfers, timers and others), except the segments: for
         gauges, and for tests that look for leaks."""
-        parts = (
-            self._sessions,
-            self._matches,
-            self._waiting,
-            self._touches,
-            self._transfers,
-            self._serving,
-            self._handover,
-            self._drain,
-            self._peers,
-            self._directory_node,
-            self._explain,
-            self._markers,
-            self._corruption,
-            self._survey,
-            self._orders,
-            self._refusals,
-            self._disk,
-        )
-        counted = {name: count for part in parts for name, count in part.census().items()}
+        counted = {name: count for part in self._parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}
 
     def idle(self) -> bool:
@@ -510,18 +479,10 @@ class NodeCore:
         peers, sends and checks hold.
         """
         self.store.check_integrity()
-        self._sessions.check_integrity()
-        self._waiting.check_integrity()
-        self._serving.check_integrity()
-        self._transfers.check_integrity()
-        self._peers.check_integrity()
-        self._explain.check_integrity()
-        self._corruption.check_integrity()
-        self._directory_node.check_integrity()
-        self._ring_change.check_integrity()
-        self._disk.check_integrity()
+        for part in self._parts:
+            part.check_integrity()
         account.check_integrity(self.counters)
-        pins = Counter(self._pinned())
+        pins = Counter(segment for part in self._parts for segment in part.pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"
             if segment.state is State.RESERVED:
@@ -529,8 +490,3 @@ class NodeCore:
         assert all(segment.pins == held for segment, held in pins.items())
         gone = sum(segment.state is State.GONE for segment in pins)
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "a slot outside the quarantine is pinned"
-
-    def _pinned(self) -> Iterator[Segment]:
-        parts = (self._sessions, self._matches, self._transfers, self._serving, self._corruption, self._disk)
-        for part in parts:
-            yield from part.pinned()

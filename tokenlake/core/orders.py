@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.identity import TenantId
@@ -14,7 +14,7 @@ MAX_ORDERED = 128
 """Limit of the segments in one `EvictRequested`, and slots that one slice of a longer eviction examines."""
 
 
-class Orders:
+class Orders(Part):
     """Evicts the segments that an operator names. Segments that an engine is writing stay."""
 
     def __init__(self, context: Context, disk: Disk) -> None:
@@ -75,5 +75,4 @@ class Orders:
         return len(ready), len(segments) - len(ready)
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"ordered evictions": self._under_way}

@@ -142,11 +142,6 @@ class Regions:
         self._context.emit(MakeRegion(region, nbytes))
         return region
 
-    def check_ready(self, region: int) -> None:
-        """Raises `ValueError` for a region that no `MakeRegion` names. Changes nothing."""
-        if region not in self._context.store.regions.making:
-            raise ValueError(f"region {region} is ready, and no MakeRegion asked for it")
-
     def ready(self, region: int) -> None:
         """The driver has made a region: give it to the pool for which it was made, and look for the next one to
         make."""

@@ -7,7 +7,7 @@ restart of a node its earlier entries do not count; their memory is freed bit by
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -37,99 +37,130 @@ class Entry(NamedTuple):
 
 
 class Directory:
-    """A directory of at most `limit` entries, of which the oldest are removed beyond that. It also remembers the last
-    access of some segments that were evicted."""
+    """At most `limit` owners of segments, of which the oldest are removed beyond that, and the in-flight markers of
+    segments without an owner. It also remembers the last access of some segments that were evicted."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
-        self._markers: dict[TenantId, OrderedDict[SegmentKey, None]] = {}
-        """The segments of each tenant whose entries are in-flight markers, the oldest first; no tenant without one."""
+        self._owners: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
+        self._markers: dict[TenantId, OrderedDict[SegmentKey, Entry]] = {}
+        """The in-flight markers of each tenant, the oldest first. One may lie beside an owner that does not count."""
         self._history: OrderedDict[tuple[TenantId, SegmentKey], tuple[AccessRecord, float]] = OrderedDict()
         """(access record of the last access, its time) of evicted segments, the one recorded longest ago first."""
         self._lives: dict[NodeId, Incarnation] = {}
         """Newest incarnation of each node that was restarted; entries of its other incarnations do not count."""
         self._unswept = 0
-        """Number of entries, from the oldest on, that may be of an earlier incarnation of a node and are still to be
+        """Number of owners, from the oldest on, that may be of an earlier incarnation of a node and are still to be
         examined."""
 
     def __len__(self) -> int:
         """Number of entries in memory, including those of earlier incarnations that are not removed yet."""
-        return len(self._entries)
-
-    def _find(self, tenant: TenantId, key: SegmentKey) -> Entry | None:
-        entry = self._entries.get((tenant, key))
-        return entry if entry is not None and self._counts(entry) else None
+        return len(self._owners) + sum(map(len, self._markers.values()))
 
     def _counts(self, entry: Entry) -> bool:
         return self._lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def get(self, tenant: TenantId, key: SegmentKey, now: float) -> Entry | None:
-        """Returns the valid entry of the segment, None without one. An in-flight marker past its deadline is
+        """Returns the valid entry of the segment, None without one. An in-flight marker that does not count any more is
         removed."""
-        entry = self._find(tenant, key)
-        if entry is not None and 0 < entry.deadline <= now:
-            self._remove(tenant, key)
-            return None
-        return entry
+        owner = self._owners.get((tenant, key))
+        if owner is not None and self._counts(owner):
+            return owner
+        markers = self._markers.get(tenant)
+        marker = markers.get(key) if markers else None
+        if marker is None or (marker.deadline > now and self._counts(marker)):
+            return marker
+        self._markers[tenant].pop(key)
+        return None
 
     def get_all(self, tenant: TenantId, keys: Sequence[SegmentKey], now: float) -> list[Entry | None]:
         """Returns the valid entry of each segment, None without one."""
-        find, life = self._entries.get, self._lives.get
-        entries = [find((tenant, key)) for key in keys]
+        find, life = self._owners.get, self._lives.get
+        owners = [find((tenant, key)) for key in keys]
         return [
-            entry
-            if entry is None or (not entry[2] and life(entry[0], entry[1]) == entry[1])
-            else self.get(tenant, key, now)
-            for key, entry in zip(keys, entries, strict=True)
+            owner if owner is not None and life(owner[0], owner[1]) == owner[1] else self.get(tenant, key, now)
+            for key, owner in zip(keys, owners, strict=True)
         ]
 
     def mark(
         self,
         tenant: TenantId,
-        key: SegmentKey,
+        keys: Iterable[SegmentKey],
         node: NodeId,
         incarnation: Incarnation,
         deadline: float,
         now: float,
     ) -> None:
-        """Record that an engine of `node` computes the segment until the time `deadline`, which is above 0. Changes
-        nothing if a node owns the segment or has another in-flight marker."""
-        entry = self.get(tenant, key, now)
-        if entry is None or (entry.deadline and entry.node == node):
-            self._put(tenant, key, Entry(node, incarnation, deadline))
+        """Record that engines of `node` compute these segments until the time `deadline`. Changes nothing for a segment
+        that a node owns, or that has another node's marker."""
+        made = Entry(node, incarnation, deadline)
+        markers = self._markers.setdefault(tenant, OrderedDict())
+        for key in keys:
+            entry = self.get(tenant, key, now)
+            if entry is None or (entry.deadline and entry.node == node):
+                markers[key] = made
+                markers.move_to_end(key)
+                if len(markers) > MAX_MARKERS:
+                    markers.popitem(last=False)
 
-    def clear(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """Remove the in-flight marker of `node`, which takes it back."""
-        entry = self._find(tenant, key)
-        if entry is not None and entry.deadline and entry.node == node:
-            self._remove(tenant, key)
+    def clear(self, tenant: TenantId, keys: Iterable[SegmentKey], node: NodeId) -> None:
+        """Remove the in-flight markers of `node`, which takes them back."""
+        markers = self._markers.get(tenant)
+        if not markers:
+            return
+        for key in keys:
+            marker = markers.get(key)
+            if marker is not None and marker.node == node and self._counts(marker):
+                del markers[key]
+        if not markers:
+            del self._markers[tenant]
 
     def own(
-        self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation, previous: NodeId | None = None
-    ) -> NodeId | None:
-        """Record `node` as the owner of the segment, unless another node than `previous` is recorded. Returns that
-        other owner, None when there is none."""
-        entry = self._find(tenant, key)
-        if entry is not None and not entry.deadline and entry.node not in (node, previous):
-            return entry.node
-        self._put(tenant, key, Entry(node, incarnation))
-        return None
+        self,
+        tenant: TenantId,
+        keys: Sequence[SegmentKey],
+        node: NodeId,
+        incarnation: Incarnation,
+        previous: NodeId | None = None,
+    ) -> dict[SegmentKey, NodeId]:
+        """Record `node` as the owner of these segments, except where another node than `previous` is recorded. Returns
+        those other owners by key."""
+        made, owners, others = Entry(node, incarnation), self._owners, {}
+        markers = self._markers.get(tenant)
+        for key in keys:
+            at = tenant, key
+            entry = owners.get(at)
+            if entry is not None:
+                if entry.node not in (node, previous) and self._counts(entry):
+                    others[key] = entry.node
+                    continue
+                owners.move_to_end(at)
+            owners[at] = made
+            if markers:
+                markers.pop(key, None)
+        for _ in range(len(owners) - self.limit):
+            owners.popitem(last=False)
+        if markers is not None and not markers:
+            del self._markers[tenant]
+        return others
 
-    def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """Remove the entry of the segment if it names `node`, which does not have the segment any more."""
-        entry = self._find(tenant, key)
-        if entry is not None and entry.node == node:
-            self._remove(tenant, key)
+    def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], node: NodeId) -> None:
+        """Remove the owners of these segments that are `node`, which does not have them any more."""
+        for key in keys:
+            entry = self._owners.get((tenant, key))
+            if entry is not None and entry.node == node and self._counts(entry):
+                del self._owners[tenant, key]
 
-    def remember(self, tenant: TenantId, key: SegmentKey, access: AccessRecord, at: float) -> None:
-        """Remember the last access, at the time `at`, of a segment that left its owner."""
-        self._history[tenant, key] = access, at
-        self._history.move_to_end((tenant, key))
-        most = min(self.limit // HISTORY_SHARE, max(LEAST_HISTORY, len(self._entries)))
-        # Two at a time, because the number of entries, and the bound with it, may have become smaller.
-        for _ in range(min(2, len(self._history) - most)):
-            self._history.popitem(last=False)
+    def remember(self, tenant: TenantId, keys: Iterable[SegmentKey], access: AccessRecord, at: float) -> None:
+        """Remember the last access, at the time `at`, of segments that left their owner."""
+        history, most = self._history, min(self.limit // HISTORY_SHARE, max(LEAST_HISTORY, len(self)))
+        known = access, at
+        for key in keys:
+            history[tenant, key] = known
+            history.move_to_end((tenant, key))
+            # Two at a time, because the number of entries, and the bound with it, may have become smaller.
+            for _ in range(min(2, len(history) - most)):
+                history.popitem(last=False)
 
     def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[int, AccessRecord, float] | None:
         """Returns (index, access record, time) of the last of `keys` whose last access is remembered; None without
@@ -147,60 +178,37 @@ class Directory:
 
     def look_again(self) -> None:
         """Let `sweep` begin with all entries."""
-        self._unswept = len(self._entries)
+        self._unswept = len(self._owners)
 
     def forget_life(self, node: NodeId) -> None:
         """Forget the incarnation of a node that has no entries."""
         self._lives.pop(node, None)
 
     def sweep(self, most: int, mine: Callable[[Sequence[SegmentKey]], Sequence[bool]] | None = None) -> bool:
-        """Examine the next `most` entries and remove those of earlier incarnations, and those of keys for which `mine`
-        returns False. Returns True if there are more to examine.
+        """Examine the next `most` owners and remove those of earlier incarnations, and those of keys for which `mine`
+        returns False. Returns True if there are more to examine. Markers end by their deadlines.
 
-        Valid entries move to the newest end. After all calls they are in their order again, except that entries made
-        between the calls count as older than entries examined later.
+        Valid owners move to the newest end. After all calls they are in their order again, except that those recorded
+        between the calls count as older than those examined later.
         """
-        examined = list(islice(self._entries.items(), min(most, self._unswept)))
+        examined = list(islice(self._owners.items(), min(most, self._unswept)))
         kept = mine([key for (_, key), _ in examined]) if mine is not None and examined else [True] * len(examined)
-        for (at, entry), keep in zip(examined, kept, strict=True):
-            if keep and self._counts(entry):
+        for (at, owner), keep in zip(examined, kept, strict=True):
+            if keep and self._counts(owner):
                 # Moved and not put in again: that would now and then make the table of all entries anew.
-                self._entries.move_to_end(at)
+                self._owners.move_to_end(at)
             else:
-                self._remove(*at)
+                del self._owners[at]
         self._unswept = max(0, self._unswept - most)
         return bool(self._unswept)
 
-    def _put(self, tenant: TenantId, key: SegmentKey, entry: Entry) -> None:
-        self._entries[tenant, key] = entry
-        self._entries.move_to_end((tenant, key))
-        self._unmark(tenant, key)
-        if entry.deadline:
-            markers = self._markers.setdefault(tenant, OrderedDict())
-            markers[key] = None
-            if len(markers) > MAX_MARKERS:
-                self._remove(tenant, next(iter(markers)))
-        if len(self._entries) > self.limit:
-            oldest, _ = self._entries.popitem(last=False)
-            self._unmark(*oldest)
-
-    def _remove(self, tenant: TenantId, key: SegmentKey) -> None:
-        del self._entries[tenant, key]
-        self._unmark(tenant, key)
-
-    def _unmark(self, tenant: TenantId, key: SegmentKey) -> None:
-        """Remove the segment from the tenant's markers, if it is there: its entry is no in-flight marker any more, or
-        is gone."""
-        markers = self._markers.get(tenant)
-        if markers is not None and key in markers:
-            del markers[key]
-            if not markers:
-                del self._markers[tenant]
-
     def check_integrity(self) -> None:
-        """Raises AssertionError when the bound does not hold."""
-        assert len(self._entries) <= self.limit
-        marked = [at for at, entry in self._entries.items() if entry.deadline]
-        assert sorted(marked) == sorted((tenant, key) for tenant, keys in self._markers.items() for key in keys)
-        assert all(0 < len(keys) <= MAX_MARKERS for keys in self._markers.values())
+        """Raises AssertionError when a bound does not hold."""
+        assert len(self._owners) <= self.limit
+        assert not any(owner.deadline for owner in self._owners.values())
+        for tenant, markers in self._markers.items():
+            assert len(markers) <= MAX_MARKERS
+            assert all(marker.deadline > 0 for marker in markers.values())
+            owners = (self._owners.get((tenant, key)) for key in markers)
+            assert not any(owner is not None and self._counts(owner) for owner in owners)
         assert len(self._history) <= max(1, self.limit // HISTORY_SHARE)

@@ -147,7 +147,7 @@ class Entries:
             self._remove(slab, entry)
             self._drop_void(slab)
         elif not kept:
-            self.forget(entry, erase=erase)
+            self.forget(entry, segment.left_by or DISK_RULE, erase=erase)
         else:
             self._become_resident(slab, entry, segment)
         return segment.disk == entry
@@ -199,7 +199,7 @@ class Entries:
             index.states[entry] = EntryState.TO_ERASE if erase else EntryState.VOID
             return False
         if not keep or slab.void:
-            self.forget(entry, erase=erase)
+            self.forget(entry, segment.left_by or DISK_RULE, erase=erase)
             return False
         index.set_note(entry, self._notes.pack(Note(segment.depth, accesses, segment.hints)))
         index.accessed[entry] = segment.touched
@@ -267,7 +267,7 @@ class Entries:
 
     # -- leaving
 
-    def forget(self, entry: int, rule: str = DISK_RULE, *, erase: bool = False, evicted: bool = False) -> None:
+    def forget(self, entry: int, rule: str, *, erase: bool = False, evicted: bool = False) -> None:
         """Remove the entry of a segment, which is void on disk. Its place is free once nothing uses it. `erase`: its
         bytes must never be found again, whatever happens to the index. `evicted`: it leaves for want of space."""
         slab = self.slab(entry)

@@ -25,6 +25,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import PoolId, Segment
 from tokenlake.memory.eviction.odds import EDGES, Odds
+from tokenlake.memory.removals import DISK_GONE_RULE, DISK_RULE
 from tokenlake.rate import Rate
 
 EVICTIONS_HALF_LIFE_S = 300.0
@@ -142,7 +143,7 @@ class DiskTier(Entries):
 
     def _write(self, slab: Slab, segment: Segment, accesses: int, victim: int | None, now: float) -> int:
         if victim is not None:
-            self.forget(victim, evicted=True)
+            self.forget(victim, DISK_RULE, evicted=True)
         self._admission(segment.tenant, segment.slot_bytes).wrote(1)
         slab.device.budget.spend(slab.footprint, now)
         return self.begin_write(slab, segment, Note(segment.depth, accesses, segment.hints))
@@ -156,7 +157,7 @@ class DiskTier(Entries):
             for _ in range(places):
                 slot = len(slab.entries) - 1
                 if slab.entries[slot]:
-                    self.forget(slab.entries[slot] - 1, evicted=True)
+                    self.forget(slab.entries[slot] - 1, DISK_RULE, evicted=True)
                 slab.free.remove(slot)
                 slab.newest = max(slab.newest, slab.generations.pop())
                 slab.entries.pop()
@@ -246,7 +247,7 @@ class DiskTier(Entries):
                 entry = slab.entries[slot] - 1
                 if entry >= 0 and self._index.states[entry] >= _RESIDENT:
                     removed.append((slab.tenant, self.key(entry)))
-                    self.forget(entry)
+                    self.forget(entry, DISK_GONE_RULE)
                 slot += 1
             if slot < len(slab.entries):
                 self._sweeping.appendleft((slab, slot))

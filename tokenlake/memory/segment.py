@@ -14,7 +14,7 @@ quarantine: a process may still read or write the slot, so the slot gets no othe
 | DIRTY | None | a local engine writes it | not yet | never |
 | PRIMARY | None | the primary copy | yes | by the policy |
 | CACHED | None | a copy that the policy did not admit: no other node has one that it owns | yes | first |
-| CACHED | a node | a cached copy; that node owns the segment | no | first |
+| CACHED | a node | a cached copy that came from that node, mostly the owner | no | first |
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kind(IntEnum):
     CACHED = 1
     """A copy that is kept because a local engine wrote or fetched it; evicted first."""
     PRIMARY = 2
-    """The owner's copy; evicted in the order of the eviction policy."""
+    """A copy of the owner that the policy admitted; evicted in the order of the policy."""
 
 
 class PoolId(NamedTuple):

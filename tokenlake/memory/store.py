@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -48,15 +47,9 @@ ORPHANED = Metric(
 QUARANTINED = Metric(
     "tokenlake_quarantined_segments_total", "Segments that left the index while a process could still use the slot"
 )
-HEALED = Metric(
-    "tokenlake_healed_segments_total",
-    "Segments of which a copy with wrong bytes was found here, and a sound copy came later",
-)
 
 MAX_PRESSED = 64
 """Maximum number of pools to remember in which no slot was free."""
-MAX_CORRUPT = 1 << 12
-"""Maximum number of segments with wrong bytes to remember until a sound copy comes."""
 RECLAIM_SLOTS = 1024
 """Number of segments after which a call that takes away a region examines no further region."""
 RECLAIM_EVICTIONS = 128
@@ -114,8 +107,6 @@ class SegmentStore:
         self._quarantine: dict[SlotRef, Segment] = {}
         self._pressed: dict[PoolId, None] = {}
         """Pools in which engines of this node wanted a slot and found none free."""
-        self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
-        """Segments of which a copy with wrong bytes was found on this node and no sound copy has come since."""
 
     def take_gone(self) -> list[Segment]:
         """Returns the segments that left by some rule since the last call (`Segment.left_by`), and others that left if
@@ -294,9 +285,6 @@ class SegmentStore:
         self.changes.add(segment, True)
         segment.checksums = checksums
         self._pools[segment.pool].enter(segment, now)
-        if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
-            del self._corrupt[segment.tenant, segment.key]
-            self._counters.add(HEALED)
 
     def discard(self, segment: Segment, now: float) -> None:
         """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin."""
@@ -326,19 +314,11 @@ class SegmentStore:
 
     def drop(self, segment: Segment, now: float) -> None:
         """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins."""
-        self.found_corrupt(segment.tenant, segment.key)
         self._take_out(segment, now, CORRUPT_RULE)
 
     def evict(self, segment: Segment, now: float) -> None:
         """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
         self._take_out(segment, now, OPERATOR_RULE)
-
-    def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
-        """Record that a copy with wrong bytes was found on this node or arrived. The next sound copy is counted as
-        healed."""
-        self._corrupt[tenant, key] = None
-        if len(self._corrupt) > MAX_CORRUPT:
-            self._corrupt.popitem(last=False)
 
     def become(self, segment: Segment, kind: Kind, now: float) -> None:
         """Change the kind of an indexed segment."""

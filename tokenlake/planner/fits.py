@@ -83,9 +83,8 @@ class PrefillFit(Fit):
     d prefix`, where `d` is the cost of reading a cached token. Only `d` has a default; the others are 0 until the fit
     is `known`."""
 
-    def __init__(self, prefix_s: float = 1e-6) -> None:
-        """`prefix_s`: default of `d`."""
-        super().__init__((0.0, 0.0, 0.0, prefix_s))
+    def __init__(self) -> None:
+        super().__init__((0.0, 0.0, 0.0, 1e-6))
 
     def add(self, new: int, prefix: int, seconds: float, now: float) -> None:
         """Add the measured seconds of one prefill that ran alone on its processor."""
@@ -114,9 +113,8 @@ class DecodeFit(Fit):
     """A decode step of `rows` requests with `cached` tokens each, in the engine's own cache: `a + b rows +
     c rows cached`."""
 
-    def __init__(self, pair_s: float = 1e-6) -> None:
-        """`pair_s`: default of `c`."""
-        super().__init__((0.0, 0.0, pair_s))
+    def __init__(self) -> None:
+        super().__init__((0.0, 0.0, 1e-6))
 
     def add(self, rows: int, cached: int, seconds: float, now: float) -> None:
         """Add the measured seconds of one decode step, or the mean of several."""
@@ -138,11 +136,8 @@ class QueryFit(Fit):
     d queries cached`. `a` is the round trip, with the work of both query engines and of this engine; `b` moves queries
     and outputs; `c` reads the cache; `d` is arithmetic."""
 
-    def __init__(
-        self, round_trip_s: float = 400e-6, byte_s: float = 2e-9, token_s: float = 0.2e-6, pair_s: float = 0.05e-6
-    ) -> None:
-        """Default coefficients."""
-        super().__init__((round_trip_s, byte_s, token_s, pair_s))
+    def __init__(self) -> None:
+        super().__init__((400e-6, 2e-9, 0.2e-6, 0.05e-6))
 
     def add(self, queries: int, nbytes: int, cached: int, seconds: float, now: float) -> None:
         """Add the measured seconds of one layer in one forward pass, or the mean of several."""

@@ -1,10 +1,10 @@
-"""Inputs of the cost model: measured rates of this machine and of its peers, each with a default and an age.
+"""Inputs of the cost model: measured rates of this machine and of its peers, each with a default.
 `docs/planner.md` lists them."""
 
 from __future__ import annotations
 
 from tokenlake.identity import NodeId
-from tokenlake.planner.fits import DecodeFit, Fit, PrefillFit, QueryFit, TransferFit
+from tokenlake.planner.fits import DecodeFit, PrefillFit, QueryFit, TransferFit
 
 WEIGHT = 0.2
 """Weight of the newest measurement in a running mean."""
@@ -13,23 +13,16 @@ WEIGHT = 0.2
 class Estimate:
     """A running mean of measurements, with a default value that the first measurement replaces."""
 
-    __slots__ = ("at", "samples", "value")
+    __slots__ = ("samples", "value")
 
     def __init__(self, default: float) -> None:
         self.value = default
         self.samples = 0
-        self.at: float | None = None
-        """Time in seconds of the newest measurement; None if there is none and `value` is the default."""
 
-    def add(self, sample: float, now: float) -> None:
-        """Add a measurement that was made at `now`."""
+    def add(self, sample: float) -> None:
+        """Add a measurement."""
         self.value += (sample - self.value) * (WEIGHT if self.samples else 1.0)
         self.samples += 1
-        self.at = now
-
-    def age(self, now: float) -> float | None:
-        """Returns the seconds since the newest measurement; None if `value` is the default."""
-        return None if self.at is None else now - self.at
 
 
 class PeerRates:
@@ -71,15 +64,3 @@ class Rates:
         """Returns the seconds to fetch `nbytes` from the slowest peer that was measured; 0 if none was."""
         known = [peer.fetch for peer in self._peers.values() if peer.fetch.known]
         return max((fetch.seconds(nbytes) for fetch in known), default=0.0)
-
-    def ages(self, now: float) -> dict[str, float | None]:
-        """Returns the seconds since each input of the cost model was measured, by its name in `docs/planner.md`; None
-        for a default."""
-        inputs: dict[str, Fit | Estimate] = dict(_inputs(self))
-        for node, peer in self._peers.items():
-            inputs |= {f"{name} {node}": value for name, value in _inputs(peer).items()}
-        return {name: value.age(now) for name, value in inputs.items()}
-
-
-def _inputs(of: Rates | PeerRates) -> dict[str, Fit | Estimate]:
-    return {name: value for name, value in vars(of).items() if isinstance(value, Fit | Estimate)}

@@ -92,7 +92,12 @@ def _agree(message: Any, count: int, what: str, field: str) -> None:
 # -- engines
 
 
+def _changed(message: engine.Prepare | engine.Hint) -> None:
+    _at_most(message, _count(message), engine.MAX_CHANGED, "segments")
+
+
 def _prepare(message: engine.Prepare) -> None:
+    _changed(message)
     if message.first + _count(message) > MOST_DEPTH:
         raise ValueError(f"a Prepare of segments from index {message.first} on ends beyond index {MOST_DEPTH - 1}")
 
@@ -110,6 +115,7 @@ def _release(message: engine.Release) -> None:
     for lease, start, stop in message.ranges:
         if start > stop:
             raise ValueError(f"a Release of lease {lease} begins at {start} and ends at {stop}")
+    _at_most(message, sum(stop - start for _, start, stop in message.ranges), engine.MAX_CHANGED, "segments")
     for lease, start, stop, _ in message.took:
         if start > stop:
             raise ValueError(f"a Release says that of lease {lease} tokens from {start} to {stop} were taken")
@@ -121,7 +127,7 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Fetch: _nothing,
     engine.Release: _release,
     engine.Locate: _nothing,
-    engine.Hint: _keys,
+    engine.Hint: _changed,
     engine.Corrupt: _nothing,
     engine.Prepare: _prepare,
     engine.Commit: _commit,

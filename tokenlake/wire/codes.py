@@ -10,9 +10,10 @@ class Code(IntEnum):
 
     # LOCAL to UNKNOWN are ordered: where several nodes answer for a key, the lowest code counts.
     LOCAL = 1
-    """Leased, in this node's arena: the slot is in the reply."""
+    """To engines: leased, in this node's arena; the slot is in the reply. Between nodes: the sender has the segment, in
+    memory (leased) or on disk (held for some seconds)."""
     REMOTE = 2
-    """Leased at another node: a fetch brings the segment to this node."""
+    """Leased at another node, or on a disk of this one: a fetch brings the segment to this node's memory."""
     DEFERRED = 3
     """The owner is sending the segment to other readers now, and serves a lookup that follows soon. Not leased."""
     PENDING = 4

@@ -7,6 +7,7 @@ tenant of each connection; no message names one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -20,11 +21,13 @@ from tokenlake.wire.funnel import Funnel
 MAX_FRAME = 512 << 10
 """Limit of the bytes of a request, above the longest ones that the other limits allow (`ReconcileGrants`, 300 KiB)."""
 MAX_KEYS = 1024
-"""Limit of the segments in one request of an engine: a match of as many takes the daemon's loop one millisecond."""
+"""Limit of the segments in one `Match` or `MarkInFlight`: they take the daemon's loop one millisecond."""
+MAX_CHANGED = 128
+"""Limit of the segments in one `Prepare`, `Commit`, `Release` or `Hint`: each takes the daemon's loop up to 7 us."""
 MAX_FETCHED = 256
 """Limit of the segments in one `Fetch`: those at other nodes take the daemon's loop 5 us each."""
-MAX_RANGES = 1024
-"""Limit of the ranges in one `Release`. Their decoder takes a tenth of a millisecond."""
+MAX_RANGES = 32
+"""Limit of the ranges in one `Release`, each of which may end a lease."""
 MAX_MODEL = 256
 """Limit of the characters of the name under which an engine serves its model."""
 MAX_REASON = 1000
@@ -178,7 +181,7 @@ class Fetched(_Message, frozen=True, tag=8):
 
 
 class Release(_Message, frozen=True, tag=9):
-    """This process no longer reads these segments: (lease, start, stop) each. Not answered."""
+    """This process no longer reads these segments, at most `MAX_CHANGED`: (lease, start, stop) each. Not answered."""
 
     ranges: Annotated[tuple[tuple[int, Index, Index], ...], Meta(max_length=MAX_RANGES)]
     read: bool = False
@@ -201,7 +204,7 @@ class Prepare(_Message, frozen=True, tag=10):
     request: RequestName = ""
     hints: Hints | None = None
     """Hints about the request that computed the segments."""
-    contents: Annotated[tuple[bytes, ...], Meta(max_length=MAX_KEYS)] = ()
+    contents: Annotated[tuple[bytes, ...], Meta(max_length=MAX_CHANGED)] = ()
     """The encoded `tokenlake.content.Content` of the segments, for routers, in the order of the keys; of the first
     segments only, or of none."""
 
@@ -221,7 +224,7 @@ class Commit(_Message, frozen=True, tag=12):
 
     id: int
     write: int
-    indices: Annotated[tuple[Index, ...], Meta(max_length=MAX_KEYS)]
+    indices: Annotated[tuple[Index, ...], Meta(max_length=MAX_CHANGED)]
     shards: Index
     """Bit mask of the shards that this process wrote."""
     checksums: bytes
@@ -331,8 +334,8 @@ class ReconcileGrants(_Message, frozen=True, tag=24):
 
 
 class Hint(_Message, frozen=True, tag=26):
-    """Hints that an engine gives after its match: about consecutive segments of one prompt and, unless `lease` is 0,
-    the segments of that lease. They apply on all nodes that have these segments, and do not count as a read. Not
+    """Hints that an engine gives after its match, about consecutive segments of one prompt. They apply on all nodes
+    that have these segments, and do not count as a read; later reads with `lease`, unless it is 0, carry them too. Not
     answered."""
 
     keys: bytes
@@ -418,6 +421,25 @@ EngineReply = (
     | QueryOpened
     | Explained
 )
+
+
+def releasable(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    """Yields ranges (lease, start, stop) in parts, each of which one `Release` may name. A long range is given back
+    from its end on: the eviction policy keeps the segment longest that was given back last."""
+    part: list[tuple[int, int, int]] = []
+    room = MAX_CHANGED
+    for lease, start, stop in ranges:
+        # A range without segments, which ends a lease without segments, is one of its own.
+        for end in range(stop, start, -MAX_CHANGED) if start < stop else (stop,):
+            first = max(start, end - MAX_CHANGED)
+            if part and (end - first > room or len(part) == MAX_RANGES):
+                yield tuple(part)
+                part, room = [], MAX_CHANGED
+            part.append((lease, first, end))
+            room -= end - first
+    if part:
+        yield tuple(part)
+
 
 HERE = 255
 """In `Located.owners`: the segment is in this node's arena."""

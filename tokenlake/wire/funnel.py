@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -94,3 +95,8 @@ class Funnel(_Struct, frozen=True):
     alone: Index = 0
     """`recent`: named requests of the tenant that the node remembers, this one included. `alone`: those of them whose
     first segment no other one has."""
+
+    def plain(self) -> dict[str, Any]:
+        """The fields by name, as JSON has them."""
+        missed = [msgspec.structs.asdict(each) for each in self.missed]
+        return {**msgspec.structs.asdict(self), "elsewhere": dict(self.elsewhere), "missed": missed}

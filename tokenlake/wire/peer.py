@@ -237,7 +237,7 @@ class Offer(_Message, frozen=True, tag=11):
 
 
 class OfferReply(_Message, frozen=True, tag=12):
-    """Answers `Offer`, per key: COMMITTED, EXISTS, or the reason of the refusal."""
+    """Answers `Offer`, per key: COMMITTED, LOST where it did not arrive, or the reason of the refusal."""
 
     call: int
     codes: bytes

@@ -137,7 +137,7 @@ class SimulatedEngine:
         served.hits = min(served.engine, matched.hits)
         if served.hits or not matched.hits:
             took = (matched.lease, served.engine * self._options.segment_tokens, MOST_TOKENS, 0.0)
-            self._send(engine.Release(((matched.lease, 0, served.hits),), took=(took,)))
+            self._give_back(matched.lease, 0, served.hits, took)
         while served.hits < matched.hits:
             start, stop = served.hits, min(served.hits + self._window, matched.hits)
             codes = matched_codes = matched.codes[start:stop]
@@ -154,9 +154,14 @@ class SimulatedEngine:
                 self._send(engine.Release(((matched.lease, start, served.hits),), read=True))
             if served.hits < stop:
                 served.cut_by = Code.LOST
-                self._send(engine.Release(((matched.lease, served.hits, matched.hits),)))
+                self._give_back(matched.lease, served.hits, matched.hits)
                 break
         served.hits = max(served.hits, served.engine)
+
+    def _give_back(self, lease: int, start: int, stop: int, *took: tuple[int, int, int, float]) -> None:
+        """Give back items that the engine did not read."""
+        for ranges in engine.releasable([(lease, start, stop)]):
+            self._send(engine.Release(ranges, took=took))
 
     def _store(self, served: RequestOutcome, keys: bytes, first: int) -> Steps:
         """Store the segments of a prompt from segment `first` on."""

@@ -80,7 +80,7 @@ class PlannedRoute:
 
     def _finished(self, arrival: Arrival) -> None:
         self.router.finished(_name(arrival))
-        self.router.rates.answer_tokens.add(float(max(1, arrival.output_tokens)), self._cluster.clock.now)
+        self.router.rates.answer_tokens.add(float(max(1, arrival.output_tokens)))
 
 
 def _name(arrival: Arrival) -> str:

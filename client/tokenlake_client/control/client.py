@@ -189,11 +189,6 @@ class Control:
         message = admin_pb2.WeightsChangedRequest(tenant=tenant, weights_digest=weights_digest)
         return self._ask(self._admin.WeightsChanged, message, CHANGE_S)
 
-    def set_log_level(self, level: str, logger: str = "") -> str:
-        """Set the least level of the messages that the node logs. Returns the level before."""
-        message = admin_pb2.SetLogLevelRequest(level=level, logger=logger)
-        return self._ask(self._admin.SetLogLevel, message).previous
-
     # -- events
 
     def events(self, after: events_pb2.Cursor | None = None) -> Generator[events_pb2.SubscribeResponse, None, None]:

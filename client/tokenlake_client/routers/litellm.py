@@ -25,7 +25,6 @@ from litellm.integrations.custom_logger import CustomLogger
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_client.routers.choice import Candidate, Choice, Chooser, Outcome
-from tokenlake_client.routers.metrics import Metrics
 from tokenlake_client.routers.settings import read_settings
 from tokenlake_client.routers.tokens import Instance, prompt_of
 
@@ -38,6 +37,8 @@ SETTINGS = "tokenlake"
 """Key of `litellm_settings` with the settings of the plug-in."""
 START_S = 0.5
 """Seconds after which the plug-in connects; LiteLLM has read all of its configuration by then."""
+
+BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """Errors of a choice that are no answer of the pool or of the tokenizer: the request or a deployment has a field of
@@ -53,7 +54,7 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         """Raises `ConfigurationError` for an invalid variable of the environment. Connects later, on LiteLLM's loop."""
         super().__init__()
         read_settings({}, os.environ)
-        self._metrics = Metrics()
+        self._seconds = _histogram()
         self._chooser: Chooser | None = None
         self._started = False
         with contextlib.suppress(RuntimeError):
@@ -89,7 +90,8 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
             except UNEXPECTED as error:
                 choice = Choice(Outcome.FAILED)
                 chooser.problem(f"a choice failed: {''.join(traceback.format_exception(error))}")
-        self._metrics.chosen(choice, time.perf_counter() - begun)
+        if self._seconds is not None:
+            self._seconds.labels(choice.outcome.value).observe(time.perf_counter() - begun)
         return left
 
     async def async_post_call_streaming_iterator_hook(
@@ -130,7 +132,6 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         tokens = self._chooser.finished(request, answered if isinstance(answered, int) else 0)
         counted = getattr(usage, "prompt_tokens", None)
         if tokens is not None and isinstance(counted, int) and not kwargs.get("stream") and counted != tokens:
-            self._metrics.tokens_differ()
             self._chooser.problem(
                 f"an instance computed a prompt of {counted} tokens, and the tokenizer gave {tokens}: the "
                 "pool cannot find the segments of such prompts"
@@ -165,6 +166,17 @@ class TokenLakeRouter(CustomLogger):  # type: ignore[misc]
         if choice.outcome is not Outcome.CHOSEN:
             return deployments, choice
         return [each for each in able if _base(each) == choice.instance], choice
+
+
+def _histogram() -> Any:
+    """The histogram on the router's own Prometheus page, which several processes can share; None without
+    prometheus_client."""
+    try:
+        from prometheus_client import Histogram
+    except ImportError:
+        return None
+    text = "Seconds that the choice of an instance added to a request, by its outcome"
+    return Histogram("tokenlake_router_seconds", text, ["outcome"], buckets=BUCKETS)
 
 
 def _fields(given: Mapping[str, Any], messages: list[Any] | None) -> dict[str, Any]:

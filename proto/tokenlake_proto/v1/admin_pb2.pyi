@@ -1288,8 +1288,8 @@ class EvictResponse(_message.Message):
     """Segments that were being written."""
     @_builtins.property
     def unremoved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Each device of the disk tier, and the reason, from which not all were removed now. They are removed when the device
-        can be written, by this daemon or a later one, and are not used before.
+        """Each device of the disk tier, and the reason, from which not all were removed now. All segments of the device are
+        removed before it is used again, by this daemon or a later one.
         """
 
     @_builtins.property
@@ -1371,47 +1371,3 @@ class WeightsChangedResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightsChangedResponse: _TypeAlias = WeightsChangedResponse  # noqa: Y015
-
-@_typing.final
-class SetLogLevelRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LEVEL_FIELD_NUMBER: _builtins.int
-    LOGGER_FIELD_NUMBER: _builtins.int
-    level: _builtins.str
-    """debug, info, warning or error."""
-    logger: _builtins.str
-    """A logger of the daemon, such as `tokenlake_server.etcd`; empty for all."""
-    def __init__(
-        self,
-        *,
-        level: _builtins.str = ...,
-        logger: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "logger", b"logger"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
-
-@_typing.final
-class SetLogLevelResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PREVIOUS_FIELD_NUMBER: _builtins.int
-    previous: _builtins.str
-    """The level before."""
-    def __init__(
-        self,
-        *,
-        previous: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["previous", b"previous"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015

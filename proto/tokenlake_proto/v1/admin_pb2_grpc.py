@@ -89,11 +89,6 @@ class AdminStub(object):
                 request_serializer=tokenlake_dot_v1_dot_admin__pb2.WeightsChangedRequest.SerializeToString,
                 response_deserializer=tokenlake_dot_v1_dot_admin__pb2.WeightsChangedResponse.FromString,
                 _registered_method=True)
-        self.SetLogLevel = channel.unary_unary(
-                '/tokenlake.v1.Admin/SetLogLevel',
-                request_serializer=tokenlake_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
-                response_deserializer=tokenlake_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
-                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -176,13 +171,6 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetLogLevel(self, request, context):
-        """Sets the least level of the messages that this node logs, until its next start.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -240,11 +228,6 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.WeightsChanged,
                     request_deserializer=tokenlake_dot_v1_dot_admin__pb2.WeightsChangedRequest.FromString,
                     response_serializer=tokenlake_dot_v1_dot_admin__pb2.WeightsChangedResponse.SerializeToString,
-            ),
-            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetLogLevel,
-                    request_deserializer=tokenlake_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
-                    response_serializer=tokenlake_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -544,33 +527,6 @@ class Admin(object):
             '/tokenlake.v1.Admin/WeightsChanged',
             tokenlake_dot_v1_dot_admin__pb2.WeightsChangedRequest.SerializeToString,
             tokenlake_dot_v1_dot_admin__pb2.WeightsChangedResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetLogLevel(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tokenlake.v1.Admin/SetLogLevel',
-            tokenlake_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
-            tokenlake_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,

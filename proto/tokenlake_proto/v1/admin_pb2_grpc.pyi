@@ -53,8 +53,6 @@ class AdminStub:
     """Evicts segments of this node."""
     WeightsChanged: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WeightsChangedRequest, _admin_pb2.WeightsChangedResponse]
     """Weights of a model have changed in place: ends the sessions of engines with a digest, and evicts their segments."""
-    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
-    """Sets the least level of the messages that this node logs, until its next start."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -81,8 +79,6 @@ class AdminAsyncStub(AdminStub):
     """Evicts segments of this node."""
     WeightsChanged: _aio.UnaryUnaryMultiCallable[_admin_pb2.WeightsChangedRequest, _admin_pb2.WeightsChangedResponse]  # type: ignore[assignment]
     """Weights of a model have changed in place: ends the sessions of engines with a digest, and evicts their segments."""
-    SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
-    """Sets the least level of the messages that this node logs, until its next start."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -172,13 +168,5 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WeightsChangedResponse, _abc.Awaitable[_admin_pb2.WeightsChangedResponse]]:
         """Weights of a model have changed in place: ends the sessions of engines with a digest, and evicts their segments."""
-
-    @_abc_1.abstractmethod
-    def SetLogLevel(
-        self,
-        request: _admin_pb2.SetLogLevelRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
-        """Sets the least level of the messages that this node logs, until its next start."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import click
 
+from tokenlake.errors import ConfigurationError, LimitReached
 from tokenlake_server.tables import print_rows
 
 FOUND = 1
@@ -24,6 +25,18 @@ class Finding(NamedTuple):
     """The setting, file, node or pair of nodes."""
     problem: str
     cure: str
+
+
+def refusal(check: str, step: Callable[[], object]) -> Iterator[Finding]:
+    """Yield a finding if `step`, which is a step of a daemon's start, refuses its settings or this machine."""
+    try:
+        step()
+    except ConfigurationError as error:
+        where = f"{error.field} = {error.value}"
+        yield Finding("error", check, where, "the daemon does not start with it", f"give {error.expected}")
+    except LimitReached as error:
+        problem, _, cure = str(error).partition("; ")
+        yield Finding("error", check, check.replace("-", "_"), problem, cure)
 
 
 def print_findings(findings: Iterable[Finding]) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tokenlake.config import ServerConfig
-from tokenlake.errors import ConfigurationError
-from tokenlake_operator.doctor.base import Finding
-from tokenlake_server.peers.certificates import certificate_of, read_certificates, require_private, shown, signed
+from tokenlake_operator.doctor.base import Finding, refusal
+from tokenlake_server.peers.certificates import (
+    CertificateFiles,
+    certificate_of,
+    context_of,
+    read_certificates,
+    shown,
+    signed,
+)
 from tokenlake_server.peers.identity import node_uri
 
 SOON = datetime.timedelta(days=7)
@@ -28,14 +34,17 @@ def check_certificates(config: ServerConfig, now: datetime.datetime) -> Iterator
     if not config.certificate:
         return
     issue = f"run `tokenlake ca issue {config.node} --renew` where the CA is, and copy both files here"
-    try:
-        [own, *intermediates] = read_certificates("certificate", Path(config.certificate))
-        authorities = read_certificates("ca", Path(config.ca))
-    except ConfigurationError as error:
-        where = f"{error.field} = {error.value}"
-        yield Finding("error", "certificate-file", where, "it cannot be used", f"give {error.expected}")
+    read: list[list[x509.Certificate]] = []
+
+    def read_both() -> None:
+        read.extend(read_certificates(name, Path(getattr(config, name))) for name in ("certificate", "ca"))
+
+    yield from refusal("certificate-file", read_both)
+    if len(read) < 2:
         return
-    yield from _key(config, own, issue)
+    [own, *intermediates], authorities = read
+    files = CertificateFiles(Path(config.certificate), Path(config.key), Path(config.ca))
+    yield from refusal("key", lambda: context_of(files, ssl.PROTOCOL_TLS_SERVER, authorities))
     where = f"certificate = {config.certificate}"
     uri, expected = certificate_of(own).uri, node_uri(config.cluster, config.node)
     if uri != expected:
@@ -61,27 +70,6 @@ def check_certificates(config: ServerConfig, now: datetime.datetime) -> Iterator
         subject = each.subject.rfc4514_string()
         cure = f"make a new CA, add it to 'ca' of all nodes, issue new certificates, then remove {subject}"
         yield from _times("ca", f"ca = {config.ca}, {subject}", each, now, cure)
-
-
-def _key(config: ServerConfig, own: x509.Certificate, issue: str) -> Iterator[Finding]:
-    path, where = Path(config.key), f"key = {config.key}"
-    try:
-        require_private(path)
-    except ConfigurationError as error:
-        yield Finding(
-            "error", "key-file", where, "other users can read it, or it cannot be read", f"give {error.expected}"
-        )
-        if not path.exists():
-            return
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
-        yield Finding("error", "key-file", where, f"it is no unencrypted private key in PEM ({error})", issue)
-        return
-    if key.public_key() != own.public_key():
-        yield Finding(
-            "error", "key-pair", where, "it is the key of another certificate", f"use both files of one issue: {issue}"
-        )
 
 
 def _times(

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenlake.config import ServerConfig, format_size
-from tokenlake_operator.doctor.base import Finding
+from tokenlake_operator.doctor.base import Finding, refusal
 from tokenlake_operator.words import amount
 from tokenlake_server.engines.arena import MADV_POPULATE_WRITE
 from tokenlake_server.engines.connected_process import kernel_has_pidfds
-from tokenlake_server.start.available_memory import RESERVE_BYTES, available_bytes, free_huge_pages, huge_pages_of
+from tokenlake_server.start.available_memory import require_memory
 from tokenlake_server.start.cgroups import PROC, rooms
 from tokenlake_server.start.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
 
@@ -32,11 +32,7 @@ class Machine:
     def __init__(self, pid: int | None = None, proc: Path = PROC) -> None:
         """`pid`: the daemon, once it runs; its limits count then, and not those of this process."""
         self._pid = pid
-        self._proc = proc
-
-    def available(self) -> tuple[int, str]:
-        """Bytes that a daemon may have in all, and the source of that limit."""
-        return available_bytes(self._proc)
+        self.proc = proc
 
     def limit(self, kind: int) -> int | None:
         """The hard limit `resource.RLIMIT_...`; None: there is none, or it cannot be read."""
@@ -49,12 +45,8 @@ class Machine:
     def threads_left(self) -> tuple[int, str] | None:
         """Processes and threads that the cgroups of the daemon may still start, and the source of that limit; None: any
         number."""
-        limits = rooms("pids", {"pids.max": "pids.current"}, self._proc, self._pid or "self")
+        limits = rooms("pids", {"pids.max": "pids.current"}, self.proc, self._pid or "self")
         return min(((room.amount, room.source) for room in limits), default=None)
-
-    def free_huge_pages(self) -> tuple[int, str]:
-        """Huge pages of 2 MiB that a daemon may have, and the source of that limit."""
-        return free_huge_pages(self._proc)
 
     def has_sealed_memory(self) -> bool:
         """True if the kernel has sealed anonymous files (memfd)."""
@@ -84,7 +76,9 @@ def check_machine(config: ServerConfig, machine: Machine, *, running: bool) -> I
     yield from _kernel(machine)
     yield from _limits(config, machine)
     if not running:
-        yield from _memory(config, machine)
+        regions = config.regions if config.huge_pages else 0
+        check = "huge-pages" if regions else "memory"
+        yield from refusal(check, lambda: require_memory(config.memory, regions, machine.proc))
 
 
 def _kernel(machine: Machine) -> Iterator[Finding]:
@@ -113,31 +107,6 @@ def _kernel(machine: Machine) -> Iterator[Finding]:
             f"kernel {release}",
             "it has no SO_PEERPIDFD: the end of an engine in a container is noticed by a file lock, up to 1 s late",
             "run Linux 6.5 or later",
-        )
-
-
-def _memory(config: ServerConfig, machine: Machine) -> Iterator[Finding]:
-    if config.huge_pages:
-        needed, (free, source) = huge_pages_of(config.memory, config.regions), machine.free_huge_pages()
-        if free < needed:
-            yield Finding(
-                "error",
-                "huge-pages",
-                "huge_pages",
-                f"'memory' takes {needed} huge pages of 2 MiB, and {max(0, free)} are free ({source})",
-                f"run `sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while memory is not in pieces), "
-                "raise the limit of the container, or set 'huge_pages' to false",
-            )
-        return
-    room, source = machine.available()
-    if config.memory + RESERVE_BYTES > room:
-        most = max(0, (room - RESERVE_BYTES) >> 20)
-        yield Finding(
-            "error",
-            "memory",
-            f"memory = {format_size(config.memory)}",
-            f"{amount(room)} are available ({source}), of which the daemon itself needs {RESERVE_BYTES >> 20} MiB",
-            f"set 'memory' to at most {most}MiB, or give the machine or its cgroup more memory",
         )
 
 

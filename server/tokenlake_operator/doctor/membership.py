@@ -15,6 +15,21 @@ from tokenlake_operator.doctor.base import Finding
 ETCD_S = 3.0
 DIAL_S = 1.0
 AT_ONCE = 16
+_CURES: tuple[tuple[type[TokenLakeError], str, str], ...] = (
+    (
+        CredentialRefused,
+        "etcd-refused",
+        "give 'etcd_user' and 'etcd_password', or the certificate, of a user with the keys below {prefix}",
+    ),
+    (MembershipRefused, "etcd-keys", "choose another 'cluster', or remove the keys of the other application"),
+    (
+        TokenLakeError,
+        "etcd",
+        "start etcd, correct the endpoints (`etcdctl --endpoints HOST:PORT endpoint health`), and let the firewall "
+        "pass them; set 'etcd_ca' where etcd uses TLS, and unset it where etcd does not",
+    ),
+)
+"""(error of etcd, name of the check, cure); the first that fits counts."""
 
 
 def check_membership(config: ServerConfig, *, running: bool) -> Iterator[Finding]:
@@ -34,27 +49,13 @@ def _etcd(config: ServerConfig, *, running: bool) -> Iterator[Finding]:
     try:
         found = asyncio.run(on_any(Access.of(config), lambda etcd: etcd.read(prefix), ETCD_S))
         stored = parse(config.cluster, found)
-    except CredentialRefused as error:
-        cure = (
-            f"give 'etcd_user' and 'etcd_password', or the certificate, of a user with the keys below {prefix.decode()}"
-        )
-        yield Finding("error", "etcd-refused", where, str(error), cure)
-        return
-    except MembershipRefused as error:
-        cure = "choose another 'cluster', or remove the keys of the other application"
-        yield Finding("error", "etcd-keys", where, str(error), cure)
-        return
     except ConfigurationError as error:
-        yield Finding(
-            "error", "etcd-file", f"{error.field} = {error.value}", "it cannot be used", f"give {error.expected}"
-        )
+        file = f"{error.field} = {error.value}"
+        yield Finding("error", "etcd-file", file, "it cannot be used", f"give {error.expected}")
         return
     except TokenLakeError as error:
-        cure = (
-            "start etcd, correct the endpoints (`etcdctl --endpoints HOST:PORT endpoint health`), and let the firewall "
-            "pass them; set 'etcd_ca' where etcd uses TLS, and unset it where etcd does not"
-        )
-        yield Finding("error", "etcd", where, str(error), cure)
+        check, cure = next((check, cure) for kind, check, cure in _CURES if isinstance(error, kind))
+        yield Finding("error", check, where, str(error), cure.format(prefix=prefix.decode()))
         return
     nodes = {name: each.registration for name, each in stored.nodes.items() if each.registration is not None}
     other = nodes.get(config.node)

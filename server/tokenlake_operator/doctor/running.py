@@ -169,7 +169,7 @@ def _disk(name: str, disk: pb.Disk) -> Iterator[Finding]:
         yield Finding("warning", "disk-full", where, disk.problem, cure)
     if disk.lost_segments:
         problem = f"{disk.lost_segments:,} segments were lost when the device was opened: their files were damaged"
-        cure = "look at `dmesg` and `smartctl -a` for errors; `tokenlake disk verify` reads all segments of the device"
+        cure = "look at `dmesg` and `smartctl -a` for errors"
         yield Finding("warning", "disk-lost", where, problem, cure)
 
 

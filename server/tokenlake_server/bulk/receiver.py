@@ -171,7 +171,8 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 class BulkReceiver:
-    """Receives segments from other nodes: carries out the rules' instructions `StartFetch` and `AbortFetch`."""
+    """Receives segments from other nodes: carries out the rules' instructions `StartFetch`, and `AbortFetch`
+    for the disk tier (`abort`)."""
 
     def __init__(
         self,
@@ -213,7 +214,6 @@ class BulkReceiver:
             raise LimitReached(f"the threads that receive segments cannot be started: {error}") from error
         self._contents = contents or Contents()
         driver.carry_out(StartFetch, self._start)
-        driver.carry_out(AbortFetch, self.abort)
 
     def _start(self, instruction: StartFetch) -> None:
         job = _Job(instruction, next(self._next_path))

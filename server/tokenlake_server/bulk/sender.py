@@ -102,13 +102,13 @@ class BulkSender:
         self._contents = contents or Contents()
         driver.carry_out(SendBulk, self._hand_over)
 
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
-        """Serve a bulk connection whose handshake is done. Takes `sock` over. `rest`: bytes behind the handshake that
-        were read already. `keys`: of its records; None if it is plain."""
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, keys: RecordKeys | None) -> None:
+        """Serve a bulk connection whose handshake is done. Takes `sock` over. `keys`: of its records; None if it is
+        plain."""
         others = [stream for stream in list(self._streams.values()) if stream.hello.node == hello.node]
         same = [stream for stream in others if stream.hello.incarnation == hello.incarnation]
-        if len(same) >= CONNECTIONS_PER_PEER or rest:
-            # The peer violates the protocol: it has opened too many connections, or did not wait for the welcome.
+        if len(same) >= CONNECTIONS_PER_PEER:
+            # The peer violates the protocol.
             sock.close()
             return
         for earlier in others:

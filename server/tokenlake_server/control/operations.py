@@ -19,14 +19,12 @@ from tokenlake.core.orders import MAX_ORDERED
 from tokenlake.errors import LimitReached
 from tokenlake.keys import KEY_BYTES
 from tokenlake.location import shown_location
-from tokenlake.memory import Kind
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
 from tokenlake_server.control.messages import (
     MAX_KEYS,
-    MAX_NAME,
     activity_message,
     check_name,
     keys_of,
@@ -37,15 +35,11 @@ from tokenlake_server.control.service import Unary
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
 from tokenlake_server.peers.states import PeerState
-from tokenlake_server.start.standing_orders import Drop
 
 log = logging.getLogger(__name__)
 
-LEVELS = ("debug", "info", "warning", "error")
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
-LOGGERS = ("tokenlake", "tokenlake_server")
-"""The loggers whose level can be set, and that of each logger below them."""
 
 
 class Admin:
@@ -74,7 +68,6 @@ class Admin:
             "Remove": self.remove,
             "Evict": self.evict,
             "WeightsChanged": self.weights_changed,
-            "SetLogLevel": self.set_log_level,
         }
 
     async def get_status(self, caller: Caller, message: pb.GetStatusRequest) -> pb.GetStatusResponse:
@@ -104,18 +97,7 @@ class Admin:
             memory_bytes=self._node.config.memory,
             spare_bytes=snapshot.spare_bytes,
             unusable_bytes=snapshot.unusable_bytes,
-            pools=[
-                pb.SlotPool(
-                    tenant=pool.tenant,
-                    slot_bytes=pool.slot_bytes,
-                    regions=pool.regions,
-                    slots=pool.slots,
-                    free_slots=pool.free,
-                    quarantined_slots=pool.quarantined,
-                    segments={kind.name.lower(): pool.counts[kind] for kind in Kind},
-                )
-                for pool in snapshot.pools
-            ],
+            pools=[pb.SlotPool(**each.plain()) for each in snapshot.pools],
             counters={metric.name: value for metric, value in snapshot.counters.items()},
             peers=_peers(snapshot.peers, now),
             membership=pb.Membership(
@@ -203,30 +185,9 @@ class Admin:
         """Return the tokens of a request that were found in the pool, and the reasons for those that were not."""
         check_name("request", message.request)
         answer = await self._bridge.explain(caller.target(message.tenant).name, message.request)
-        funnel = answer.funnel
-        if funnel is None:
+        if answer.funnel is None:
             return pb.ExplainResponse(names=answer.names)
-        return pb.ExplainResponse(
-            funnel=pb.Funnel(
-                request=funnel.request,
-                node=funnel.node,
-                age_s=funnel.age_s,
-                segment_tokens=funnel.segment_tokens,
-                ideal=funnel.ideal,
-                here=funnel.here,
-                elsewhere=dict(funnel.elsewhere),
-                fetched=funnel.fetched,
-                engine_had=funnel.engine_had,
-                leaves_at=funnel.leaves_at,
-                recent=funnel.recent,
-                alone=funnel.alone,
-                supplied=funnel.supplied,
-                held=funnel.held,
-                missed=[
-                    pb.Missed(reason=each.reason, tokens=each.tokens, detail=each.detail) for each in funnel.missed
-                ],
-            )
-        )
+        return pb.ExplainResponse(funnel=pb.Funnel(**answer.funnel.plain()))
 
     async def get_engines(self, caller: Caller, message: pb.GetEnginesRequest) -> pb.GetEnginesResponse:
         """The connected engines by tenant and layout."""
@@ -252,18 +213,7 @@ class Admin:
         max_bytes = min(message.max_bytes or MAX_BYTES, MAX_BYTES)
         max_s = min(message.max_s or MAX_S, MAX_S) if message.max_s >= 0 else MAX_S
         paths = await asyncio.to_thread(self._node.measurement.measure, message.node, max_bytes, max_s)
-        return pb.MeasurePeerResponse(
-            paths=[
-                pb.Path(
-                    address=each.address,
-                    round_trip_s=each.round_trip_s,
-                    bytes=each.nbytes,
-                    seconds=each.seconds,
-                    problem=each.problem,
-                )
-                for each in paths
-            ]
-        )
+        return pb.MeasurePeerResponse(paths=[pb.Path(**each._asdict()) for each in paths])
 
     async def drain(self, caller: Caller, message: pb.DrainRequest) -> pb.DrainResponse:
         """Let a node leave."""
@@ -306,9 +256,8 @@ class Admin:
         return response
 
     async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> pb.EvictResponse:
-        """Evict segments of the tenant from memory and from the devices. Removals that a device cannot carry out now
-        are recorded, and wait for it."""
-        drop = Drop(tenant, slot_bytes, keys)
+        """Evict segments of the tenant from memory and from the devices. A device that cannot carry it out now is
+        emptied before it is used again."""
         evicted = kept = 0
         step = MAX_ORDERED * KEY_BYTES
         reached: set[int] | None = None
@@ -319,8 +268,8 @@ class Admin:
             )
             evicted, kept = evicted + done.evicted, kept + done.kept
             reached = set(done.reached) if reached is None else reached.intersection(done.reached)
-        unremoved = await self._bridge.call(lambda: self._node.disk.drop(drop, reached or set()))
-        unrecorded = await self._bridge.coroutine(self._node.orders.save) if self._node.orders.waiting else []
+        unremoved = await self._bridge.call(lambda: self._node.disk.evicted(reached or set()))
+        unrecorded = await self._bridge.coroutine(self._node.orders.save)
         return pb.EvictResponse(evicted=evicted, kept=kept, unremoved=unremoved, unrecorded=unrecorded)
 
     async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:
@@ -330,7 +279,7 @@ class Admin:
             raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
         check_name("digest", digest)
         sessions, sizes = await self._bridge.call(
-            lambda: (self._node.engines.retire(tenant, digest), self._node.orders.sizes(tenant, digest))
+            lambda: (self._node.engines.retire(tenant, digest), self._node.engines.sizes(tenant, digest))
         )
         # Recorded before anything is evicted: an engine of a daemon that is killed meanwhile is refused all the same.
         unrecorded = await self._bridge.coroutine(self._node.orders.save)
@@ -342,23 +291,6 @@ class Admin:
             unrecorded = done.unrecorded or unrecorded
         log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
         return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted, unremoved=unremoved, unrecorded=unrecorded)
-
-    async def set_log_level(self, caller: Caller, message: pb.SetLogLevelRequest) -> pb.SetLogLevelResponse:
-        """Set the least level of the messages that are logged."""
-        if message.level not in LEVELS:
-            raise ValueError(f"the level is {message.level!r}; expected one of {', '.join(LEVELS)}")
-        known = message.logger in logging.root.manager.loggerDict
-        if message.logger and not (known and message.logger.partition(".")[0] in LOGGERS):
-            # Python keeps a logger of any name that it is asked for.
-            raise ValueError(
-                f"the logger is {message.logger[:MAX_NAME]!r}; expected one of this daemon, below tokenlake or "
-                "tokenlake_server"
-            )
-        logger = logging.getLogger(message.logger or None)
-        previous = logging.getLevelName(logger.getEffectiveLevel()).lower()
-        logger.setLevel(message.level.upper())
-        log.warning("'%s' set the log level of %s to %s", caller.name, message.logger or "all", message.level)
-        return pb.SetLogLevelResponse(previous=previous)
 
 
 @contextlib.contextmanager

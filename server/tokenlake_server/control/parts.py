@@ -16,9 +16,9 @@ MAX_DEPTH = 16
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 
-def count_parts(body: bytes, kind: Descriptor, limit: int = MAX_PARTS) -> int:
+def count_parts(body: bytes, kind: Descriptor) -> int:
     """The number of fields in an encoded message of this kind and in the messages within it; a packed list of numbers
-    counts each 16 of its bytes. Raises `LimitReached` for more than `limit`, and ValueError for bytes that are no
+    counts each 16 of its bytes. Raises `LimitReached` for more than `MAX_PARTS`, and ValueError for bytes that are no
     message."""
     count, at, end = 0, 0, len(body)
     known = {kind: _fields(kind)}
@@ -33,9 +33,9 @@ def count_parts(body: bytes, kind: Descriptor, limit: int = MAX_PARTS) -> int:
                     return count
                 end, fields = outer.pop()
             count += 1
-            if count > limit or len(outer) > MAX_DEPTH:
+            if count > MAX_PARTS or len(outer) > MAX_DEPTH:
                 raise LimitReached(
-                    f"a message of more than {limit} fields, names and numbers: divide it into several calls"
+                    f"a message of more than {MAX_PARTS} fields, names and numbers: divide it into several calls"
                 )
             tag, at = _varint(body, at)
             wire = tag & 7

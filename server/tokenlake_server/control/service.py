@@ -58,27 +58,18 @@ class OutOfRange(Refused):
     """A cursor names a place that the log does not have."""
 
 
-def _code(error: Exception) -> grpc.StatusCode:
-    """The status code of an error of a method."""
-    match error:
-        case CredentialRefused():
-            return grpc.StatusCode.PERMISSION_DENIED
-        case LimitReached():
-            return grpc.StatusCode.RESOURCE_EXHAUSTED
-        case MembershipRefused():
-            return grpc.StatusCode.FAILED_PRECONDITION
-        case OutOfRange():
-            return grpc.StatusCode.OUT_OF_RANGE
-        case TimeoutError():
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        case Unreachable():
-            return grpc.StatusCode.UNAVAILABLE
-        case ConfigurationError():
-            return grpc.StatusCode.UNIMPLEMENTED
-        case Refused() | ValueError():
-            return grpc.StatusCode.INVALID_ARGUMENT
-        case _:
-            return grpc.StatusCode.INTERNAL
+_CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (CredentialRefused, grpc.StatusCode.PERMISSION_DENIED),
+    (LimitReached, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (MembershipRefused, grpc.StatusCode.FAILED_PRECONDITION),
+    (OutOfRange, grpc.StatusCode.OUT_OF_RANGE),
+    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Unreachable, grpc.StatusCode.UNAVAILABLE),
+    (ConfigurationError, grpc.StatusCode.UNIMPLEMENTED),
+    (Refused, grpc.StatusCode.INVALID_ARGUMENT),
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+"""The status codes of the errors of a method; the first that fits counts."""
 
 
 def _require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueType, method: str) -> Caller:
@@ -94,7 +85,7 @@ def _require_role(callers: Callers, context: Context, role: role_pb2.Role.ValueT
 
 async def abort_with(context: Context, error: Exception, method: str) -> None:
     """End the call with the status of the error."""
-    code = _code(error)
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     unnamed = "the daemon did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
     text = str(error) or unnamed
     if code is grpc.StatusCode.INTERNAL:
@@ -151,25 +142,19 @@ class _Method:
             raise ValueError(f"the message is not a {self._request.DESCRIPTOR.full_name}") from None
 
 
-def _unary(method: _Method, function: Unary) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(method: _Method, function: Unary | Stream, *, streams: bool) -> grpc.RpcMethodHandler[Any, Any]:
+    answer: Any = function
+
     async def call(messages: AsyncIterator[bytes], context: Context) -> None:
         try:
             with method.admitted(context) as (caller, own):
+                if streams:
+                    async for each in answer(caller, await method.message(own, context)):
+                        await _write(context, each.SerializeToString())
+                    return
                 async with asyncio.timeout(CALL_S):
-                    reply = await function(caller, await method.message(own, context))
+                    reply = await answer(caller, await method.message(own, context))
                 await _write(context, reply if isinstance(reply, bytes) else reply.SerializeToString())
-        except Exception as error:
-            await abort_with(context, error, method.name)
-
-    return grpc.stream_stream_rpc_method_handler(call)
-
-
-def _stream(method: _Method, function: Stream) -> grpc.RpcMethodHandler[Any, Any]:
-    async def call(messages: AsyncIterator[bytes], context: Context) -> None:
-        try:
-            with method.admitted(context) as (caller, own):
-                async for each in function(caller, await method.message(own, context)):
-                    await _write(context, each.SerializeToString())
         except Exception as error:
             await abort_with(context, error, method.name)
 
@@ -201,8 +186,6 @@ def handlers_of(
     for service in file.services_by_name.values():
         for method in service.methods:
             wrapped = _Method(method, serving, method.GetOptions().Extensions[role_pb2.role])
-            function: Any = functions[method.name]
             path = f"/{file.package}.{service.name}/{method.name}"
-            make: Any = _stream if method.server_streaming else _unary
-            made[path] = make(wrapped, function)
+            made[path] = _handler(wrapped, functions[method.name], streams=method.server_streaming)
     return made

@@ -19,8 +19,7 @@ thread still carries out, and the rules forget its segments. It is checked again
 file, and is opened like at the start when the check succeeds.
 
 A device without space goes on serving reads: writes that need space are lost, and the rules hear of the capacity that
-it has. Segments that were to be removed while the device could not be written are removed when it is opened, before
-anything on it is found.
+it has. A device that missed an eviction by an operator is emptied when it is opened, before anything on it is found.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import Files, no_space
 from tokenlake_server.disk.jobs import EraseJob, Job, Op, Queue, ReadJob, WriteJob, job_of, lose
 from tokenlake_server.disk.segments import Mismatch, SegmentIO
-from tokenlake_server.disk.store import OWN_BYTES, DiskStore, WrongKeys
+from tokenlake_server.disk.store import OWN_BYTES, DiskStore, Unusable
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.contents import Contents
 from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 
-REMOVING = "segments that an operator evicted are being removed"
+REMOVING = "its segments are being removed, because it missed an eviction"
 FULL = "full: it takes no further segments until its file system has room again"
 FULL_S = 5.0
 """Greatest interval at which the free space of a full device is read."""
@@ -119,16 +118,13 @@ class DeviceState(NamedTuple):
     write_errors: int
     mismatches: int
     """Number of reads that found other bytes at a place than those of the segment that its record names."""
-    restored: int = 0
-    """Segments that were found by the header of their place when the device was opened, because their records were
-    damaged."""
     lost: int = 0
     """Segments that were not found when it was opened, because their records or files were damaged."""
 
 
 class Device:
-    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `trim`, `abort`, `watch`,
-    `knows_all` and `state` are called on the control loop and never block; `close` blocks."""
+    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `trim`, `abort`, `watch` and `state`
+    are called on the control loop and never block; `close` blocks."""
 
     def __init__(
         self,
@@ -167,9 +163,9 @@ class Device:
         """Times of the last errors."""
         self._problem = ""
         self._full = False
-        """True from the first write without space until the rules know the capacity."""
-        self._found = (0, 0)
-        """Segments that were (restored, lost) when the device was opened last."""
+        """True from the first write without space until the thread of the tables looks at the capacity."""
+        self._lost = 0
+        """Segments that were lost when the device was opened last."""
         self._capacity = 0
         self._rates = (0.0, 0.0)
         self._counts = {"read": 0, "write": 0, "mismatch": 0}
@@ -207,8 +203,8 @@ class Device:
         self._around.post(job.done())
 
     def remove(self) -> str:
-        """Carry out orders to remove segments that the rules could not reach, which opening the device does. Returns
-        the reason why this may take long; empty if it does not."""
+        """Remove all segments, because the device missed an eviction: opening it does that. Returns the reason why this
+        may take long; empty if it does not."""
         with self._changed:
             if self._store is None:
                 return self._problem or "it is not open"
@@ -246,12 +242,6 @@ class Device:
             self._set_aside(f"slow: an operation takes more than {self._patience.slow_s:g} s")
 
     @property
-    def knows_all(self) -> bool:
-        """False where segments of the device are not known to the rules, because their key is not in `disk_keys`."""
-        with self._changed:
-            return self._store is not None and not self._store.unreadable
-
-    @property
     def state(self) -> DeviceState:
         """The state of the device now."""
         with self._changed:
@@ -266,7 +256,7 @@ class Device:
                 counts["read"],
                 counts["write"],
                 counts["mismatch"],
-                *self._found,
+                self._lost,
             )
 
     def close(self) -> None:
@@ -402,7 +392,7 @@ class Device:
                 self._serve(store)
                 if self._problem == REMOVING:
                     wait_s = 0.0
-            except (OSError, WrongKeys, SlowCheck) as error:
+            except (OSError, Unusable, SlowCheck) as error:
                 self._not_opened(_text(error))
             except Exception as error:
                 log.exception("the disk tier at %s failed", self.path)
@@ -436,7 +426,7 @@ class Device:
             self._changed.wait_for(lambda: not self._running)
 
     def _open(self) -> DiskStore:
-        """Open the device and report its segments. Raises OSError, `WrongKeys` and `SlowCheck`."""
+        """Open the device and report its segments. Raises OSError, `Unusable` and `SlowCheck`."""
         began = time.monotonic()
         files = self._open_files()
         around = self._around
@@ -445,25 +435,20 @@ class Device:
         around.orders.take(self.path)
         rates = self._check(files)
         self._rates = rates or UNMEASURED
-        drops = around.orders.drops(self.path)
-        found = store.open(around.cluster, around.node, around.keys, drops)
+        evicted, clean = around.orders.evicted, around.orders.clean(self.path)
+        found = store.open(around.cluster, around.node, around.keys, empty=not clean)
         self._capacity = store.room(full=rates is None)
-        first = around.orders.use(self.path)
-        if drops:
-            around.orders.dropped(self.path, drops)
-        if drops or first:
+        if not clean:
+            around.orders.cleaned(self.path, evicted)
             around.orders_changed()
-        if drops:
-            log.info("%s: segments that operators evicted earlier are removed", self.path)
-        if store.aside:
-            log.error("%s: %s", self.path, store.aside)
+            log.info("%s: all segments are removed, because it missed an eviction", self.path)
         with self._changed:
-            if around.orders.drops(self.path):
+            if not around.orders.clean(self.path):
                 # Ordered meanwhile.
                 self._problem = REMOVING
                 return store
             self._store, self._problem, self._full = store, "" if rates else FULL, False
-            self._found = (0, 0)
+            self._lost = 0
         number, count = self.number, 0
         self._deliver_capacity()
         for each in found:
@@ -474,13 +459,9 @@ class Device:
                 return store
         around.deliver(events.DiskRecovered(number))
         if store.unreadable:
-            log.warning("%s: %d segments have a key that is not in 'disk_keys'", self.path, store.unreadable)
+            log.warning("%s: %d segments are lost, as their key is not in 'disk_keys'", self.path, store.unreadable)
         with self._changed:
-            self._found = store.restored, store.lost
-        if store.restored:
-            log.warning(
-                "%s: %d segments had damaged records, and were found by their headers", self.path, store.restored
-            )
+            self._lost = store.lost
         if store.lost:
             log.error("%s: %d segments are lost, because their records or files are damaged", self.path, store.lost)
         log.info(
@@ -532,6 +513,7 @@ class Device:
                 batch = list(self._records)
                 self._records.clear()
                 full, now = self._full, time.monotonic()
+                self._full = False
                 self._running[self._keeper.name] = now
             writes = [each for each in batch if isinstance(each, WriteJob | EraseJob)]
             recorded = False
@@ -582,7 +564,6 @@ class Device:
         with self._changed:
             # It waits for the control loop now, and not for the device.
             self._running.pop(self._keeper.name, None)
-            self._full = False
             changed = full or (self._problem == FULL and room > self._capacity)
             changed |= abs(room - self._capacity) > CAPACITY_CHANGE * self._capacity
             begins = full and self._problem != FULL

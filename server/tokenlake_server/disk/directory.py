@@ -1,8 +1,4 @@
-"""The directory of a device: its identity, the names of its files, and what they hold while no daemon uses them.
-
-A directory whose files are of another version or cluster keeps them under other names, `aside-K-...`: no daemon uses
-them, and none removes them.
-"""
+"""The directory of a device: its identity, and the names of its files."""
 
 from __future__ import annotations
 
@@ -10,14 +6,11 @@ import contextlib
 import logging
 import re
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from tokenlake.disk.places import RECORD_BYTES
 from tokenlake_server.disk.files import Files
-from tokenlake_server.disk.table import BLOCK_BYTES, Records, Slab, read_slab, read_sound, scan
+from tokenlake_server.disk.table import BLOCK_BYTES, read_sound
 from tokenlake_server.start.standing_orders import FILE
 
 log = logging.getLogger(__name__)
@@ -28,7 +21,6 @@ IDENTITY = "tokenlake-disk.json"
 FRESH_IDENTITY = "tokenlake-disk.new"
 _SLAB = re.compile(r"slab-([0-9]{5})")
 _TABLE = re.compile(r"table-([0-9]{5})")
-_ASIDE = re.compile(r"aside-([0-9]+)-(.+)")
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,55 +86,14 @@ def own_names(files: Files) -> list[str]:
     return sorted(own) + [name for name in names if name == IDENTITY]
 
 
-def orders_names(files: Files) -> list[str]:
-    """The names of the files with orders of operators."""
-    return [name for name in files.names() if name == FILE]
-
-
 def files_bytes(files: Files) -> int:
-    """Bytes of all files of the tier, of those kept aside, and of the orders. Raises OSError."""
-    return _bytes_of(files, own_names(files) + aside_names(files) + orders_names(files))
-
-
-def aside_names(files: Files) -> list[str]:
-    """The names of the files that were kept aside."""
-    return sorted(name for name in files.names() if _ASIDE.fullmatch(name))
-
-
-class SurveyedSlab(NamedTuple):
-    """A slab as its table has it."""
-
-    slab: Slab
-    name: str
-    """Name of its file."""
-    stored: Records
-
-
-def survey(files: Files) -> list[SurveyedSlab]:
-    """The slabs of a directory, with their sound records; changes nothing. Raises OSError."""
-    found = []
-    for number in slab_numbers(files):
-        name, table = slab_name(number), table_name(number)
-        names = files.names()
-        blocks = [content(files, table)[:BLOCK_BYTES]] if table in names else []
-        if name in names:
-            file = files.open(name)
-            try:
-                block = bytearray(BLOCK_BYTES)
-                file.read(0, [memoryview(block)])
-                blocks.append(bytes(block))
-            finally:
-                file.close()
-        slab = next((each for each in (read_slab(number, block) for block in blocks) if each is not None), None)
-        if slab is None or table not in names:
-            continue
-        file = files.open(table)
-        try:
-            places = max(0, file.size() - BLOCK_BYTES) // RECORD_BYTES
-            found.append(SurveyedSlab(slab, name, scan(file, places).stored))
-        finally:
-            file.close()
-    return found
+    """Bytes of all files of the tier, and of the orders. Raises OSError."""
+    nbytes = 0
+    for name in own_names(files) + [name for name in files.names() if name == FILE]:
+        file = files.open(name)
+        nbytes += file.size()
+        file.close()
+    return nbytes
 
 
 def slab_numbers(files: Files) -> list[int]:
@@ -164,27 +115,12 @@ def table_name(number: int) -> str:
 def refusal_of(identity: Identity | None, cluster: str) -> str:
     """The reason why a daemon of this cluster must not use the files of a directory; empty if it may."""
     if identity is None:
-        return f"the directory has no whole {IDENTITY}"
+        return f"it has segments, and no whole {IDENTITY}"
     if identity.format != FORMAT:
-        return f"the directory has format {identity.format}, and this daemon writes format {FORMAT}"
+        return f"its files have format {identity.format}, and this daemon writes format {FORMAT}"
     if identity.cluster != cluster:
-        return f"the directory belongs to cluster '{identity.cluster}', and this node to cluster '{cluster}'"
+        return f"its segments belong to cluster '{identity.cluster}', and this node to cluster '{cluster}'"
     return ""
-
-
-def keep_aside(files: Files, names: Sequence[str], reason: str) -> str:
-    """Give files of another version or cluster other names. Returns a text that says why. Raises OSError."""
-    matches = map(_ASIDE.fullmatch, aside_names(files))
-    number = max((int(match[1]) for match in matches if match is not None), default=0) + 1
-    for name in names:
-        files.rename(name, f"aside-{number}-{name}")
-    files.sync_names()
-    return f"{reason}; its files are kept aside as aside-{number}-*"
-
-
-def aside_bytes(files: Files) -> int:
-    """Bytes of the files that were kept aside. Raises OSError."""
-    return _bytes_of(files, aside_names(files))
 
 
 def write_identity(files: Files, identity: Identity) -> None:
@@ -210,12 +146,3 @@ def _write(files: Files, name: str, identity: Identity, *, create: bool = False)
         file.sync()
     finally:
         file.close()
-
-
-def _bytes_of(files: Files, names: Sequence[str]) -> int:
-    nbytes = 0
-    for name in names:
-        file = files.open(name)
-        nbytes += file.size()
-        file.close()
-    return nbytes

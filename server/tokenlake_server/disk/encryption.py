@@ -31,10 +31,8 @@ class DiskKeys:
         self._keys = {_number(key): key for key in keys}
         self.current = next(iter(self._keys), NO_KEY)
         """Number of the key for new segments; `NO_KEY`: they are not encrypted."""
-
-    def __contains__(self, number: int) -> bool:
-        """True where segments with this number of a key can be read."""
-        return number in self._keys if number else not self._keys
+        self.readable = list(self._keys) or [NO_KEY]
+        """The numbers of the keys of segments that can be read."""
 
     def cipher(self, number: int, tenant: str, salt: bytes) -> AESGCM:
         """The cipher of one write. Raises KeyError for a number that is not in this object."""

@@ -5,11 +5,10 @@
     0                                4096                                    stride
     | header | tags | sealed | CRC |  the bytes of the segment, padded      |
 
-The header names the key and the generation, so that a read of a place that has another segment meanwhile is a miss. It
-also has all that a record of the table has (`table`), for one that is damaged; that of a segment that was erased has
-zeros. The sealed part has the checksums of the shards and the content (`tokenlake.content`), if one is known. A write
-that was cut off leaves a header or bytes that do not fit: the CRC of the header block, or the checksums, differ, and
-the read is a miss.
+The header names the key and the generation, so that a read of a place that has another segment meanwhile is a miss;
+that of a segment that was erased has zeros. The sealed part has the checksums of the shards and the content
+(`tokenlake.content`), if one is known. A write that was cut off leaves a header or bytes that do not fit: the CRC of
+the header block, or the checksums, differ, and the read is a miss.
 
 With encryption the sealed part and the segment, in chunks, are encrypted with AES-256-GCM (`encryption`). The tag of
 the sealed part also covers the header; those of the chunks are behind the header.
@@ -65,18 +64,6 @@ class Stored(NamedTuple):
     """The encoded content; empty where none was known, or it did not fit."""
     note: bytes = bytes(NOTE_BYTES)
     """The note of the rules when the segment was written."""
-
-
-class Header(NamedTuple):
-    """The parts of a header from which a record is restored."""
-
-    encryption: int
-    slot: int
-    generation: int
-    shards: int
-    slot_bytes: int
-    key: bytes
-    note: bytes
 
 
 def aligned_memory(nbytes: int) -> memoryview:
@@ -139,16 +126,6 @@ class SegmentIO:
         """Let the place that begins at the offset `at` have no segment. Raises OSError."""
         self._header[:] = bytes(HEADER_BYTES)
         file.write(at, [self._header])
-
-    def header(self, file: File, at: int) -> Header | None:
-        """The header of the place that begins at the offset `at`; None where its segment was erased, or there was none.
-        Raises `Mismatch` for a damaged one, and OSError."""
-        if file.read(at, [self._header]) < HEADER_BYTES:
-            raise Mismatch("the slab ends before the segment")
-        if not any(self._header):
-            return None
-        number, slot, generation, shards, _, slot_bytes, key, _, note, _ = self._fixed()
-        return Header(number, slot, generation, shards, slot_bytes, key, note)
 
     def _fixed(self) -> tuple[Any, ...]:
         """The fixed part of the header without its magic. Raises `Mismatch` where the header is damaged."""
@@ -218,7 +195,7 @@ class SegmentIO:
         found = StoredSegment(where.tenant, slot_bytes, shards, key, slot, generation)
         if found != where:
             raise Mismatch("the place has another segment, or another generation of it")
-        if number not in self._keys:
+        if number not in self._keys.readable:
             raise Mismatch(f"the key {number:08x} is not configured" if number else "the segment is not encrypted")
         cipher = self._keys.cipher(number, where.tenant, salt) if number else None
         start = _FIXED.size + chunks * TAG_BYTES

@@ -7,7 +7,6 @@ The directory has these files, all with mode 0600::
     table-N               the records of these places (`table`)
     orders                orders of operators (`tokenlake_server.start.standing_orders`)
     lock                  locked by the daemon that uses the directory
-    aside-K-...           files of another version or cluster, which no daemon uses
 
 A segment is stored in this order: its bytes are written, the slab is synced, its record is written, the table is
 synced. So the bytes of each segment with a record were on the device. Each read verifies that a later segment has not
@@ -28,13 +27,10 @@ import numpy as np
 
 from tokenlake.core.events import MAX_FOUND
 from tokenlake.disk.places import RECORD_BYTES, slab_bytes, stride
-from tokenlake.wire.slots import split_keys
 from tokenlake_server.disk.directory import (
     FORMAT,
     FRESH_IDENTITY,
     Identity,
-    aside_bytes,
-    keep_aside,
     own_names,
     read_identity,
     refusal_of,
@@ -52,7 +48,6 @@ from tokenlake_server.disk.table import (
     RECORD,
     STORED,
     Records,
-    Scanned,
     Slab,
     pack_slab,
     read_slab,
@@ -62,7 +57,6 @@ from tokenlake_server.disk.table import (
     table_bytes,
     write_records,
 )
-from tokenlake_server.start.standing_orders import Drop
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +73,9 @@ OWN_BYTES = 4 << 20
 MAX_SLABS = 1 << 16
 
 
-class WrongKeys(Exception):
-    """The segments in the directory are encrypted, and the daemon has no keys; the message names the directory's
-    state."""
+class Unusable(Exception):
+    """The files in the directory are not for this daemon: another version or cluster wrote them, or they are encrypted
+    and the daemon has no keys. The message names their state."""
 
 
 class Place(NamedTuple):
@@ -139,11 +133,10 @@ class DiskStore:
 
     def __init__(self, files: Files, limit: int | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
         """`files`: closed by `close`. `open` comes before everything else. `limit`: the most bytes of all slabs and
-        tables, and of files that are kept aside. `growth_bytes`: a slab grows by so many bytes at a time, or by a place
-        if that is more, where the limit allows it."""
+        tables; None: no limit. `growth_bytes`: a slab grows by so many bytes at a time, or by a place if that is more,
+        where the limit allows it."""
         self._files = files
         self.limit = limit
-        """The most bytes of all slabs and tables; None: no limit."""
         self._growth_bytes = growth_bytes if limit is None else min(growth_bytes, limit // GROWTH_PARTS)
         self._slabs: dict[tuple[str, int], _OpenSlab] = {}
         self._lock = threading.Lock()
@@ -154,39 +147,32 @@ class DiskStore:
         """Guards `_ends`. It is held for no operation on files, so that the control loop may take it."""
         self._names_changed = False
         self.keys = DiskKeys()
-        self.aside = ""
-        """The reason why `open` kept the former files of the directory aside; empty if it used them."""
         self.unreadable = 0
-        """Segments with a record at `open` whose key of the setting `disk_keys` is missing."""
-        self.restored = 0
-        """Segments whose record was damaged, and which were found by the header of their place; counted by the iterator
-        of `open`."""
+        """Segments with a record at `open` whose key of the setting `disk_keys` is missing; they are forgotten."""
         self.lost = 0
-        """Segments whose record or file was damaged, and which were not found; counted by `open` and its iterator."""
+        """Segments whose record or file was damaged; counted by `open`."""
 
-    def open(self, cluster: str, node: str, keys: DiskKeys, drops: Sequence[Drop] = ()) -> Iterator[Found]:
-        """Begin to use the directory. Files of another version or cluster are renamed first. `drops`: segments that are
-        removed before anything is found. Returns the segments that can be read; those with a damaged record come last.
-        Raises `WrongKeys`."""
+    def open(self, cluster: str, node: str, keys: DiskKeys, *, empty: bool = False) -> Iterator[Found]:
+        """Begin to use the directory. `empty`: all segments are removed first. Returns the segments that can be read.
+        Raises `Unusable`."""
         self.keys = keys
         names = own_names(self._files)
         identity = read_identity(self._files)
         # A process that was killed at its first start leaves an identity that has not its name yet, and nothing else.
         reason = refusal_of(identity, cluster) if names and names != [FRESH_IDENTITY] else ""
         if reason:
-            self.aside = keep_aside(self._files, names, reason)
-            identity = None
-        if self.limit is not None:
-            self.limit = max(0, self.limit - aside_bytes(self._files))
-        if identity is not None and identity.encrypted and not keys.current:
-            raise WrongKeys("its segments are encrypted, and the setting 'disk_keys' is empty")
-        if identity is not None and keys.current and not identity.encrypted:
+            raise Unusable(reason)
+        if identity is not None and identity.encrypted and not keys.current and not empty:
+            raise Unusable("its segments are encrypted, and the setting 'disk_keys' is empty")
+        plain = identity is not None and keys.current and not identity.encrypted
+        if identity is not None and plain:
             log.warning(
                 "the segments of disk %s of node '%s' were stored without encryption, and 'disk_keys' is set now: they "
                 "are removed",
                 identity.device,
                 identity.node,
             )
+        if plain or empty:
             for name in names:
                 self._files.remove(name)
             self._files.sync_names()
@@ -200,15 +186,9 @@ class DiskStore:
             )
         else:
             repair_identity(self._files, identity)
-        self._open_slabs()
-        scanned = {each.slab.number: self._scanned(each) for each in self._slabs.values()}
-        for drop in drops:
-            self._drop(drop, scanned)
-        return self._found(scanned)
-
-    def _open_slabs(self) -> None:
         for number in slab_numbers(self._files):
             self._open_slab(number)
+        return self._found([(each, self._stored_in(each)) for each in self._slabs.values()])
 
     def _open_slab(self, number: int) -> None:
         names = self._files.names()
@@ -247,19 +227,27 @@ class DiskStore:
         table.sync()
         missing = table_bytes(opened.places) - table.size()
         if missing > 0:
-            # Until they are restored, the records that are missing count as damaged, so the table stays as it is.
-            log.warning("the table of slab %d lacks %d bytes: its segments are searched in the slab", number, missing)
+            log.warning("the table of slab %d lacks %d bytes: the segments there are lost", number, missing)
+            with contextlib.suppress(OSError):
+                table.write(table.size(), [bytes(missing)])
 
     def _records_of(self, table: File) -> int:
         return len(scan(table, max(0, table.size() - BLOCK_BYTES) // RECORD_BYTES).stored)
 
-    def _scanned(self, slab: _OpenSlab) -> Scanned:
-        """The records of a slab. Segments whose place is behind its end, because it was cut off, are lost."""
+    def _stored_in(self, slab: _OpenSlab) -> Records:
+        """The sound records of a slab. The other ones are lost, and so are segments whose place is behind the end of
+        the slab, because it was cut off."""
         in_table = max(0, slab.table.size() - BLOCK_BYTES) // RECORD_BYTES
         stored, damaged = scan(slab.table, max(in_table, slab.places))
         inside = stored["slot"] < slab.places
-        self.lost += len(stored) - int(inside.sum())
-        return Scanned(stored[inside], [slot for slot in damaged if slot < slab.places])
+        self.lost += len(stored) - int(inside.sum()) + len(damaged)
+        try:
+            self._records(slab, damaged, None)
+            slab.table.sync()
+        except OSError as error:
+            # They are counted again when the device is opened next.
+            log.warning("damaged records of slab %d cannot be written anew: %s", slab.slab.number, error.strerror)
+        return stored[inside]
 
     def _remove(self, number: int, files: Sequence[File]) -> None:
         for file in files:
@@ -274,93 +262,24 @@ class DiskStore:
         self._slabs.pop((slab.slab.tenant, slab.slab.slot_bytes))
         self._remove(slab.slab.number, [slab.file, slab.table])
 
-    def _drop(self, drop: Drop, scanned: dict[int, Scanned]) -> None:
-        """Remove segments for good."""
-        keys = set(split_keys(drop.keys))
-        segment_io = SegmentIO(self.keys)
-        for each in list(self._slabs.values()):
-            if not drop.covers(each.slab.tenant, each.slab.slot_bytes):
-                continue
-            if not keys:
+    def _found(self, slabs: list[tuple[_OpenSlab, Records]]) -> Iterator[Found]:
+        for each, stored in slabs:
+            readable = np.isin(stored["encryption"], self.keys.readable)
+            self.unreadable += int((~readable).sum())
+            self._records(each, stored["slot"][~readable].tolist(), None)
+            yield from self._parts(each, stored[readable])
+            if not readable.any():
+                # The rules do not know of it, so they could not give its bytes to another slab.
                 self._ends.pop((each.slab.tenant, each.slab.slot_bytes), None)
                 self._remove_slab(each)
-                del scanned[each.slab.number]
-                continue
-            stored, damaged = scanned[each.slab.number]
-            dropped = np.isin(stored["key"], np.array([np.void(key) for key in keys], RECORD["key"]))
-            slots = stored["slot"][dropped].tolist()
-            for slot in damaged:
-                with contextlib.suppress(Mismatch):
-                    header = segment_io.header(each.file, each.at(slot))
-                    if header is not None and header.key in keys:
-                        slots.append(slot)
-            for slot in slots:
-                segment_io.erase(each.file, each.at(slot))
-            each.file.sync()
-            self._records(each, slots, None)
-            each.table.sync()
-            gone = set(slots)
-            scanned[each.slab.number] = Scanned(stored[~dropped], [slot for slot in damaged if slot not in gone])
-        self._files.sync_names()
 
-    def _found(self, scanned: dict[int, Scanned]) -> Iterator[Found]:
-        slabs = [(each, scanned[each.slab.number]) for each in self._slabs.values()]
-        empty = {each.slab.number: each for each, _ in slabs}
-        for each, (stored, _) in slabs:
-            yield from self._parts(each, stored, empty)
-        for each, (_, damaged) in slabs:
-            for at in range(0, len(damaged), MAX_FOUND):
-                yield from self._parts(each, self._restore(each, damaged[at : at + MAX_FOUND]), empty)
-        for each in empty.values():
-            # The rules do not know of it, so they could not give its bytes to another slab.
-            self._ends.pop((each.slab.tenant, each.slab.slot_bytes), None)
-            self._remove_slab(each)
-
-    def _parts(self, slab: _OpenSlab, stored: Records, empty: dict[int, _OpenSlab]) -> Iterator[Found]:
-        """The readable segments of a slab, which has one then."""
-        numbers = [number for number in np.unique(stored["encryption"]).tolist() if number in self.keys]
-        readable = stored[np.isin(stored["encryption"], numbers)]
-        self.unreadable += len(stored) - len(readable)
-        if len(readable):
-            empty.pop(slab.slab.number, None)
+    def _parts(self, slab: _OpenSlab, readable: Records) -> Iterator[Found]:
         for shards in np.unique(readable["shards"]).tolist():
             same = readable[readable["shards"] == shards]
             for at in range(0, len(same), MAX_FOUND):
                 part = same[at : at + MAX_FOUND]
                 places = np.stack([part["slot"], part["generation"]], axis=1).astype("<u4")
                 yield Found(slab.slab, shards, part["key"].tobytes(), places.tobytes(), part["note"].tobytes())
-
-    def _restore(self, slab: _OpenSlab, damaged: list[int]) -> Records:
-        """Write the records of places anew, from their headers."""
-        segment_io = SegmentIO(self.keys)
-        records = np.zeros(len(damaged), RECORD)
-        whole = np.zeros(len(damaged), np.bool_)
-        for at, slot in enumerate(damaged):
-            try:
-                header = segment_io.header(slab.file, slab.at(slot))
-            except (Mismatch, OSError):
-                self.lost += 1
-                continue
-            if header is None:
-                continue
-            if (header.slot, header.slot_bytes) != (slot, slab.slab.slot_bytes):
-                self.lost += 1
-                continue
-            whole[at] = True
-            record = records[at]
-            record["kind"], record["shards"], record["slot"] = STORED, header.shards, slot
-            record["generation"], record["encryption"] = header.generation, header.encryption
-            record["key"], record["note"] = np.void(header.key), np.void(header.note)
-        seal(records)
-        records[~whole] = np.zeros(1, RECORD)[0]
-        self.restored += int(whole.sum())
-        try:
-            self._records(slab, damaged, records)
-            slab.table.sync()
-        except OSError as error:
-            # The segments are there all the same; the next start looks at their headers again.
-            log.warning("records of slab %d cannot be written anew: %s", slab.slab.number, error.strerror)
-        return records[whole]
 
     # -- orders
 

@@ -6,9 +6,8 @@
     | identity  | record of place 0 | of place 1 | ...
 
 Each record has a checksum of its own, and none crosses a sector. So a write that was cut off and a damaged sector spoil
-the records there and no others; those are restored from the headers of their places (`segments`). A place without a
-segment has a record of zeros. Records need no new space on the device, because the table grows before its slab does.
-Nothing is kept in memory per segment.
+the records there, whose segments are lost, and no others. A place without a segment has a record of zeros. Records need
+no new space on the device, because the table grows before its slab does. Nothing is kept in memory per segment.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Scanned(NamedTuple):
     stored: Records
     """The sound records of places with a segment."""
     damaged: list[int]
-    """Places whose record is damaged or missing."""
+    """Places whose record is damaged."""
 
 
 def pack_slab(slab: Slab) -> bytes:
@@ -129,7 +128,6 @@ def scan(file: File, places: int) -> Scanned:
         sound &= records["slot"] == np.arange(first, first + whole)
         stored.append(records[sound])
         damaged += (np.flatnonzero(used & ~sound) + first).tolist()
-        damaged += range(first + whole, first + count)
     return Scanned(np.concatenate(stored) if stored else np.zeros(0, RECORD), damaged)
 
 

@@ -23,7 +23,7 @@ from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.contents import Contents
 from tokenlake_server.loop.driver import Driver, Sink
-from tokenlake_server.start.standing_orders import Drop, StandingOrders
+from tokenlake_server.start.standing_orders import StandingOrders
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,6 @@ BUDGET = _gauge(
 )
 SEGMENTS = _gauge("segments", "Segments on the device", "tenant", "slot_bytes")
 USED = _gauge("used_bytes", "Bytes of the places of the segments on the device", "tenant", "slot_bytes")
-RESTORED = _gauge(
-    "restored_segments", "Segments whose records were damaged, and that were found when the device was opened last"
-)
 LOST = _gauge(
     "lost_segments",
     "Segments that were lost when the device was opened last, because their records or files were damaged",
@@ -78,7 +75,7 @@ class DiskTier:
         orders: StandingOrders,
     ) -> None:
         """Locks the directories. `abort`: carries out the end of a transfer from another node. `contents` has the
-        contents of segments, which are kept with their bytes; `orders` those that wait for a device. Raises
+        contents of segments, which are kept with their bytes; `orders` the evictions that a device missed. Raises
         `ConfigurationError` for a directory that cannot be used by this daemon."""
         self._driver = driver
         self._loop = loop
@@ -150,18 +147,13 @@ class DiskTier:
             return True
         return False
 
-    def drop(self, drop: Drop, reached: Collection[int]) -> list[str]:
+    def evicted(self, reached: Collection[int]) -> list[str]:
         """Segments are evicted by an order, and the rules have erased them from the devices with the numbers `reached`.
-        From the others they are removed before these are used again, also from those that are not configured now; the
-        caller saves the orders. Returns a text for each configured device where that may take long."""
-        unremoved = []
-        self._orders.drop_absent(drop)
-        for device in self._devices:
-            if device.number not in reached or not device.knows_all:
-                self._orders.drop(device.path, drop)
-                if problem := device.remove():
-                    unremoved.append(f"{device.path}: {problem}")
-        return unremoved
+        All segments of the others are removed before these are used again, also of those that are not configured now;
+        the caller saves the orders. Returns a text for each configured device where that may take long."""
+        missed = [device for device in self._devices if device.number not in reached]
+        self._orders.evict([device.path for device in missed])
+        return [f"{device.path}: {problem}" for device in missed if (problem := device.remove())]
 
     def _save_orders(self) -> None:
         def begin() -> None:
@@ -221,7 +213,6 @@ def disk_gauges(
             Level(CAPACITY, path, state.capacity_bytes),
             Level(SLABS, path, state.slab_bytes),
             Level(QUEUE, path, state.queue),
-            Level(RESTORED, path, state.restored),
             Level(LOST, path, state.lost),
             Level(ERRORS, (state.path, "read"), state.read_errors),
             Level(ERRORS, (state.path, "write"), state.write_errors),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.memory.region import stride_of
 from tokenlake.opaque_layout import AnyLayout, decode_layout
 from tokenlake.wire import agree, engine, pack_frame
-from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
+from tokenlake.wire.engine import MAX_CHANGED, MAX_FETCHED, MAX_KEYS
 from tokenlake_server.engines.connected_process import ConnectedProcess
 from tokenlake_server.engines.kept_bytes import CONNECTION_BYTES, Account, KeptBytes
 from tokenlake_server.engines.refused import Reason, refused_for
@@ -52,7 +52,7 @@ class EngineConnection:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         share: LoopShare,
-        on_frame: Callable[[EngineConnection, bytes], Iterator[None] | None],
+        on_frame: Callable[[EngineConnection, bytes], None],
         on_closed: Callable[[EngineConnection, str], None],
     ) -> None:
         """`on_frame(connection, body)` is called for each frame, and returns the rest of its work, if any (as of
@@ -250,7 +250,10 @@ def keys_over_limit(message: engine.EngineRequest) -> str:
     """A text about the limit that the number of segments in a request exceeds; empty when the number is within the
     limit."""
     keys = _segments(message)
-    name, limit = ("max_fetched", MAX_FETCHED) if isinstance(message, engine.Fetch) else ("max_keys", MAX_KEYS)
+    if isinstance(message, engine.Prepare | engine.Hint):
+        name, limit = "max_changed", MAX_CHANGED
+    else:
+        name, limit = ("max_fetched", MAX_FETCHED) if isinstance(message, engine.Fetch) else ("max_keys", MAX_KEYS)
     return f"{keys} segments in one request; limit '{name}' is {limit}" if keys > limit else ""
 
 

@@ -7,14 +7,13 @@ import logging
 import os
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from tokenlake.content import content_limit
 from tokenlake.core import events
-from tokenlake.core.engines.pieces import LONG, LongRequest
 from tokenlake.core.instructions import Answer, Welcomed
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
@@ -50,8 +49,6 @@ ACCEPT_PAUSE_S = 0.5
 stays readable then: without the pause the loop would spin."""
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
-ORDERS_S = 1.0
-"""Seconds between two saves of new sizes of segments with the orders."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -121,10 +118,6 @@ class EngineListener:
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._orders = orders
-        self._saving_orders = False
-        """True while the orders are to be saved soon."""
-        self._orders_saved = loop.time() - ORDERS_S
-        self._tasks: set[asyncio.Task[list[str]]] = set()
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -249,8 +242,8 @@ class EngineListener:
 
     # -- requests
 
-    def _received(self, connection: EngineConnection, body: bytes) -> Iterator[None] | None:
-        """Handle a request. Returns the rest of the work on it, or None when nothing is left."""
+    def _received(self, connection: EngineConnection, body: bytes) -> None:
+        """Handle a request."""
         try:
             message = decode(engine.request_decoder, body)
             if not connection.joined and not isinstance(message, engine.Hello | engine.Explain | engine.Bye):
@@ -262,10 +255,11 @@ class EngineListener:
                 connection.refuse(0, error)
             else:
                 self._refuse(connection, 0, EngineRefused(Reason.VERSION, error))
-            return None
+            return
         own = self._requests.get(type(message))
         if own is None:
-            return self._pass_on(connection, message)
+            self._pass_on(connection, message)
+            return
         try:
             own(connection, message)
         except OSError as error:
@@ -274,7 +268,6 @@ class EngineListener:
             connection.fail(getattr(message, "id", 0), LimitReached, reason)
             if isinstance(message, engine.Hello):
                 self._refused.refused(connection.process, connection.tenant, Reason.LIMIT, reason)
-        return None
 
     def _refuse(self, connection: EngineConnection, request: int, refused: EngineRefused) -> None:
         """Refuse a process that has not joined a session, and close its connection."""
@@ -282,8 +275,8 @@ class EngineListener:
         self._refused.refused(connection.process, connection.tenant, refused.reason, str(refused))
         connection.refuse(request, refused.error)
 
-    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> Iterator[None] | None:
-        """Hand a request to the rules, unless it exceeds a limit. Returns the rest of the work on it."""
+    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        """Hand a request to the rules, unless it exceeds a limit."""
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
             kind = type(message).__name__
             log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
@@ -293,13 +286,10 @@ class EngineListener:
             # exceeds the limit of keys. The project's own clients never do that.
             if reason := keys_over_limit(message):
                 connection.refuse(0, LimitReached(reason))
-                return None
-        else:
-            if reason := connection.admit(message):
-                connection.fail(number, LimitReached, reason)
-                return None
-        if isinstance(message, LONG):
-            return self._in_pieces(connection, message)
+                return
+        elif reason := connection.admit(message):
+            connection.fail(number, LimitReached, reason)
+            return
         if isinstance(message, engine.Prepare) and message.contents:
             # The rules do not know the contents, so that the event log has no tokens.
             layout = connection.layout
@@ -308,12 +298,6 @@ class EngineListener:
             self._contents.offer(connection.tenant, split_keys(message.keys), message.contents, limit)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
-        return None
-
-    def _in_pieces(self, connection: EngineConnection, message: LongRequest) -> Iterator[None]:
-        for piece in self._driver.core.pieces(connection.number, message):
-            self._driver.handle(events.Requested(connection.number, piece))
-            yield
 
     def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Hello)
@@ -372,9 +356,6 @@ class EngineListener:
             del self._of_layout[at]
 
     def _remember(self, tenant: str, layout: AnyLayout) -> None:
-        if self._orders.stores(tenant, layout.weights_digest, layout.segment_bytes) and not self._saving_orders:
-            self._saving_orders = True
-            self._loop.call_at(self._orders_saved + ORDERS_S, self._save_orders)
         known = self._layouts.setdefault(tenant, OrderedDict())
         fingerprint = bytes(layout.fingerprint())
         known[fingerprint] = layout
@@ -382,17 +363,15 @@ class EngineListener:
         if len(known) > MAX_LAYOUTS:
             known.popitem(last=False)
 
-    def _save_orders(self) -> None:
-        self._saving_orders = False
-        self._orders_saved = self._loop.time()
-        task = self._loop.create_task(self._orders.save())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def layouts(self, tenant: str) -> list[AnyLayout]:
         """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
         last."""
         return list(self._layouts.get(tenant, {}).values())
+
+    def sizes(self, tenant: str, weights_digest: str) -> list[int]:
+        """The bytes of the segments of those of these engines that have this digest of their weights."""
+        found = (each for each in self.layouts(tenant) if each.weights_digest == weights_digest)
+        return list(dict.fromkeys(each.segment_bytes for each in found))
 
     def gauges(self) -> list[Level]:
         """The connected processes by tenant and layout, for the metrics page."""

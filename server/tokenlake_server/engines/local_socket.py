@@ -46,8 +46,28 @@ def listen(path: Path, setting: str = ENGINES) -> socket.socket:
 def prepare(path: Path, setting: str) -> None:
     """Make the path of a socket ready: create a default directory, check every directory on the path, remove the socket
     of a dead daemon of this user. `setting`: the name of the path in errors. Raises `ConfigurationError`."""
+    directory = Path(os.path.abspath(path)).parent
     try:
-        _prepare(path, setting)
+        mode = directory_mode(str(directory), os.geteuid())
+        if mode is not None:
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir(0o700)
+                # chmod, because mkdir applies the umask: engines of other users may have to enter the directory; the
+                # socket's group decides which of them may connect.
+                directory.chmod(mode)
+        _check(path, setting)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_created(setting, path, error) from error
+
+
+def check(path: Path, setting: str) -> None:
+    """As `prepare`, but changes nothing."""
+    directory = Path(os.path.abspath(path)).parent
+    if not directory.exists() and directory_mode(str(directory), os.geteuid()) is not None:
+        return
+    try:
+        _check(path, setting)
     except OSError as error:
         raise _not_created(setting, path, error) from error
 
@@ -56,21 +76,17 @@ def _not_created(setting: str, path: Path, error: OSError) -> ConfigurationError
     return ConfigurationError(setting, str(path), f"a path that can be created ({error.strerror})")
 
 
-def _prepare(path: Path, setting: str) -> None:
+def _check(path: Path, setting: str) -> None:
+    """Check that a socket may be made at `path`: no other user can replace it, no daemon listens there, and no other
+    file lies there. Raises `ConfigurationError` and OSError."""
     absolute = Path(os.path.abspath(path))
     directory, user = absolute.parent, os.geteuid()
-    mode = directory_mode(str(directory), user)
-    if mode is not None:
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(0o700)
-            # chmod, because mkdir applies the umask: engines of other users may have to enter the directory; the
-            # socket's group decides which of them may connect.
-            directory.chmod(mode)
     try:
         shared = str(directory) if setting == ENGINES else ""
         check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink, shared)
     except ListenerUntrusted as error:
-        raise ConfigurationError(setting, str(path), f"a path that no other user can change: {error}") from error
+        expected = f"a path that no other user can change (`chmod go-w`, `chown`): {error}"
+        raise ConfigurationError(setting, str(path), expected) from error
     if not os.access(directory, ENTER_AND_WRITE, effective_ids=True):
         raise ConfigurationError(
             setting,
@@ -83,21 +99,15 @@ def _prepare(path: Path, setting: str) -> None:
         found = absolute.lstat()
     except FileNotFoundError:
         return
-    if stat.S_ISLNK(found.st_mode):
-        raise ConfigurationError(
-            setting, str(path), "a path that is not a symbolic link; remove the link, or give its target"
-        )
-    if stat.S_ISSOCK(found.st_mode):
-        if found.st_uid != user:
-            expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
-            raise ConfigurationError(setting, str(path), expected)
-        if listens(str(path)):
-            raise ConfigurationError(
-                setting,
-                str(path),
-                "a path where no daemon listens; the daemon of this node runs already, or another one has this path",
-            )
-        path.unlink()
+    expected = ""
+    if not stat.S_ISSOCK(found.st_mode):
+        expected = "a path where no file or symbolic link lies; remove it, or choose another path"
+    elif found.st_uid != user:
+        expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
+    elif listens(str(path)):
+        expected = "a path where no daemon listens; the daemon of this node runs already, or another one has this path"
+    if expected:
+        raise ConfigurationError(setting, str(path), expected)
 
 
 def is_shared(path: str) -> bool:

@@ -112,14 +112,12 @@ class QueryEngine:
         self._engines[tenant] += 1
         return ours
 
-    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
-        """Hand over a connection that another node's query engine opened. Takes `sock` over. `rest`: bytes behind the
-        handshake that were read already. `keys`: of its records; None if it is plain."""
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, keys: RecordKeys | None) -> None:
+        """Hand over a connection that another node's query engine opened. Takes `sock` over. `keys`: of its records;
+        None if it is plain."""
         with sock:
-            # A peer must wait for the welcome before it sends a request: a connection with such bytes is closed.
-            if not rest:
-                sock.setblocking(True)
-                self._hand_over(supervision.PeerConnected(hello.node, keys), sock)
+            sock.setblocking(True)
+            self._hand_over(supervision.PeerConnected(hello.node, keys), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         if self._channel is not None:

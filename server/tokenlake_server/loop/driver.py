@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import NodeCore
-from tokenlake.core.events import DiskWritten, Event, FetchDone, SendDone, SlotChecked, Tick
-from tokenlake.core.instructions import CheckSlot, DiskRead, DiskWrite, Instruction, SendBulk, StartFetch
+from tokenlake.core.events import DiskErased, DiskWritten, Event, FetchDone, SendDone, SlotChecked, Tick
+from tokenlake.core.instructions import CheckSlot, DiskErase, DiskRead, DiskWrite, Instruction, SendBulk, StartFetch
 from tokenlake.core.node import HandlerFailed
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
@@ -65,6 +65,7 @@ class Driver:
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
         """Register `sink`, which is then called with each instruction of the type `kind` that the rules return. `sink`
         must not block."""
+        assert kind not in self._sinks, f"{kind.__name__} is carried out twice"
         self._sinks[kind] = sink
 
     def wrap(self, rules: Callable[[Handle], Handle], sink: Callable[[Sink], Sink]) -> None:
@@ -173,6 +174,8 @@ def _end_of(instruction: Instruction) -> list[Event]:
             return [FetchDone(instruction.fetch, lost, bytes(CHECKSUM_BYTES * instruction.shards * count), None)]
         case DiskWrite():
             return [DiskWritten(instruction.write, bytes([Code.LOST]) * (len(instruction.keys) // KEY_BYTES))]
+        case DiskErase():
+            return [DiskErased(instruction.erase, bytes([Code.LOST]) * (len(instruction.keys) // KEY_BYTES))]
         case SendBulk():
             return [SendDone(instruction.stream)]
         case CheckSlot():

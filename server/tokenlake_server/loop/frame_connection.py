@@ -53,7 +53,7 @@ class FrameConnection:
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
         max_frame: int,
-        on_frame: Callable[[bytes], Iterator[None] | None],
+        on_frame: Callable[[bytes], None],
         on_closed: Callable[[str], None],
         on_broken: Callable[[ProtocolRefused], None] | None = None,
         *,
@@ -62,9 +62,8 @@ class FrameConnection:
         charge: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`on_frame(body)` handles a frame. It may return an iterator that does a part of the work at each step; the
-        next frame is handled after its last step. `on_broken(error)` is called before the connection closes because a
-        frame exceeds `max_frame`; it may send the reason to the other side.
+        """`on_frame(body)` handles a frame. `on_broken(error)` is called before the connection closes because a frame
+        exceeds `max_frame`; it may send the reason to the other side.
 
         `max_unsent`: limit of the unsent bytes, beyond which the connection closes. `pause_bytes`: above 0, no frame is
         handled while more bytes than this are unsent, so that the other side, which does not read, causes no further
@@ -95,8 +94,6 @@ class FrameConnection:
         self._decoder = FrameDecoder(max_frame)
         self._bodies: Iterator[bytes] = iter(())
         """The frames that were read and are not handled yet."""
-        self._work: Iterator[None] = iter(())
-        """The rest of the work on the last frame."""
         self._waiting = False
         """True while frames may be left for a later slice; nothing is read from the socket meanwhile."""
         self._scheduled = False
@@ -283,13 +280,11 @@ class FrameConnection:
     def _handle_until(self, until: float) -> None:
         try:
             while not self._paused:
-                if next(self._work, self) is self:
-                    # The work on the last frame is complete.
-                    body = next(self._bodies, None)
-                    if body is None:
-                        self._wait(False)
-                        break
-                    self._work = self.on_frame(body) or iter(())
+                body = next(self._bodies, None)
+                if body is None:
+                    self._wait(False)
+                    break
+                self.on_frame(body)
                 if not self._open:
                     return
                 if self._clock() >= until:
@@ -359,7 +354,7 @@ class FrameConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
         self._unsent.clear()
-        self._bodies, self._work = iter(()), iter(())
+        self._bodies = iter(())
         if self._stepping is not None:
             # A step that waits for a thread is not done any more: it would delay the handshakes of other connections.
             self._stepping.cancel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -190,6 +191,11 @@ def _literal(host: str, port: int) -> Endpoint | None:
         return Endpoint(socket.AF_INET, (host, port))
     address, _, scope = host.partition("%")
     return Endpoint(socket.AF_INET6, (address, port, 0, socket.if_nametoindex(scope) if scope else 0))
+
+
+def no_connection(error: OSError) -> str:
+    """The reason why there is no connection. The text of asyncio names the call instead."""
+    return os.strerror(error.errno) if error.errno else str(error) or "no answer in time"
 
 
 def set_tcp_options(sock: socket.socket) -> None:

@@ -126,17 +126,16 @@ class Certificates:
 
     def _load(self) -> Contexts:
         files = self._files
-        require_private(files.key)
         [own, *intermediates] = read_certificates("certificate", files.certificate)
         uri = _uri(own)
         if uri != self._uri:
             has = f"one for {uri}" if uri else "one without a single SPIFFE URI"
             raise ConfigurationError("certificate", str(files.certificate), f"a certificate for {self._uri}, not {has}")
         authorities = read_certificates("ca", files.ca)
-        server = self._context(ssl.PROTOCOL_TLS_SERVER, authorities)
+        server = context_of(files, ssl.PROTOCOL_TLS_SERVER, authorities)
         # A resumed session would skip the checks of the certificate.
         server.num_tickets = 0
-        client = self._context(ssl.PROTOCOL_TLS_CLIENT, authorities)
+        client = context_of(files, ssl.PROTOCOL_TLS_CLIENT, authorities)
         if not signed(own, intermediates, authorities):
             log.error(
                 "the certificate of this node, %s, is not signed by a CA in %s: nodes with the same 'ca' refuse it",
@@ -145,20 +144,24 @@ class Certificates:
             )
         return Contexts(server, client, own.issuer.rfc4514_string(), *_valid([own]))
 
-    def _context(self, protocol: int, authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= NO_CHECK_TIME | ssl.VERIFY_X509_PARTIAL_CHAIN
-        try:
-            # An empty password: a key that needs one is an error, and no question in a terminal.
-            context.load_cert_chain(self._files.certificate, self._files.key, "")
-        except (ssl.SSLError, OSError) as error:
-            expected = f"the unencrypted private key of {self._files.certificate} in PEM ({_reason(error)})"
-            raise ConfigurationError("key", str(self._files.key), expected) from error
-        context.load_verify_locations(cadata=b"".join(_der(each) for each in authorities))
-        return context
+
+def context_of(files: CertificateFiles, protocol: int, authorities: Sequence[x509.Certificate]) -> ssl.SSLContext:
+    """A context for TLS with the certificate and key of `files`. Raises `ConfigurationError` for a key that is not that
+    of the certificate, or that other users can read."""
+    require_private(files.key)
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= NO_CHECK_TIME | ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        # An empty password: a key that needs one is an error, and no question in a terminal.
+        context.load_cert_chain(files.certificate, files.key, "")
+    except (ssl.SSLError, OSError) as error:
+        expected = f"the unencrypted private key of {files.certificate} in PEM, of the same issue ({_reason(error)})"
+        raise ConfigurationError("key", str(files.key), expected) from error
+    context.load_verify_locations(cadata=b"".join(_der(each) for each in authorities))
+    return context
 
 
 def peer_certificate(tls: ssl.SSLObject) -> PeerCertificate:

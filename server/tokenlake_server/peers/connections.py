@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-import os
 import random
 import secrets
 import socket
@@ -39,7 +38,7 @@ from tokenlake.wire.frames import decode
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.frame_connection import FrameConnection
 from tokenlake_server.loop.started_threads import started_threads
-from tokenlake_server.peers.addresses import PeerAddresses, set_tcp_options
+from tokenlake_server.peers.addresses import PeerAddresses, no_connection, set_tcp_options
 from tokenlake_server.peers.certificates import Certificates, require_node, shown
 from tokenlake_server.peers.connection_keys import Granted, KeptKeys, new_keys
 from tokenlake_server.peers.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, Pending
@@ -82,9 +81,9 @@ UNKNOWN_MESSAGES = Metric(
 )
 
 
-Adopt = Callable[[socket.socket, peer.PeerHello, bytes, RecordKeys | None], None]
-"""Function that takes a socket over after its handshake: called with (socket, the dialler's hello, bytes behind the
-handshake that were read already, keys of its records). Without keys the connection is plain."""
+Adopt = Callable[[socket.socket, peer.PeerHello, RecordKeys | None], None]
+"""Function that takes a socket over after its handshake: called with (socket, the dialler's hello, keys of its
+records). Without keys the connection is plain."""
 
 
 class PeerConnections:
@@ -138,7 +137,7 @@ class PeerConnections:
         others."""
         self.states = PeerStates(identity.node, addresses.names, loop)
         self.introductions = Introductions(
-            identity.node, addresses.empty(), partial(self._attempt, purpose="join"), _reason, loop
+            identity.node, addresses.empty(), partial(self._attempt, purpose="join"), loop
         )
         self._refusals = Refusals(identity.node, addresses, self.introductions, self.states)
         self._listeners = Listeners(listen, bulk_listen, self._accept, loop)
@@ -181,7 +180,7 @@ class PeerConnections:
                 try:
                     await self._attempt(name, self._addresses)
                 except OSError as error:
-                    self.states.unreachable(name, f"{self._addresses.shown(name)}: {_reason(error)}")
+                    self.states.unreachable(name, f"{self._addresses.shown(name)}: {no_connection(error)}")
                 except Exception:
                     # The dialling task survives every error and tries again; otherwise the peer would never be
                     # connected again.
@@ -346,7 +345,11 @@ class PeerConnections:
             return
         handshake.timer.cancel()
         sock, rest = connection.detach()
-        self._adopters[hello.purpose](sock, hello, rest, keys)
+        if rest:
+            # The dialler must wait for the welcome before it sends a request.
+            sock.close()
+        else:
+            self._adopters[hello.purpose](sock, hello, keys)
 
     def _continue_handshake(self, connection: FrameConnection, handshake: Pending, body: bytes) -> None:
         """Handle one frame of a handshake with another daemon."""
@@ -581,8 +584,3 @@ class PeerConnections:
         self._addresses.close()
         if self._tls_threads is not None:
             self._tls_threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _reason(error: OSError) -> str:
-    """The reason why there is no connection. The text of asyncio names the call instead."""
-    return os.strerror(error.errno) if error.errno else str(error) or f"no answer within {HANDSHAKE_S:.0f} s"

@@ -10,10 +10,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 from tokenlake.config import Address
-from tokenlake_server.peers.addresses import PeerAddresses
+from tokenlake_server.peers.addresses import PeerAddresses, no_connection
 from tokenlake_server.peers.states import PeerStates
 
 log = logging.getLogger(__name__)
@@ -22,11 +21,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Seconds between the first two handshakes with a node, and the most seconds between two later ones."""
 
 
-class Attempt(Protocol):
-    """Dials a node once, for this purpose, and waits until the handshake has succeeded or failed. Raises OSError when
-    there is no connection."""
-
-    def __call__(self, name: str, addresses: PeerAddresses, /) -> Awaitable[None]: ...
+Attempt = Callable[[str, PeerAddresses], Awaitable[None]]
+"""Dials a node once, for this purpose, and waits until the handshake has succeeded or failed. Raises OSError when there
+is no connection."""
 
 
 class Introductions:
@@ -38,13 +35,10 @@ class Introductions:
         node: str,
         addresses: PeerAddresses,
         attempt: Attempt,
-        reason: Callable[[OSError], str],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """`addresses`: empty; it is filled by `follow`, and closed by `close`. `reason`: text of an error of
-        `attempt`."""
+        """`addresses`: empty; it is filled by `follow`, and closed by `close`."""
         self._attempt = attempt
-        self._reason = reason
         self._loop = loop
         self._addresses = addresses
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -73,7 +67,7 @@ class Introductions:
                 try:
                     await self._attempt(name, self._addresses)
                 except OSError as error:
-                    self.states.unreachable(name, f"{self._addresses.shown(name)}: {self._reason(error)}")
+                    self.states.unreachable(name, f"{self._addresses.shown(name)}: {no_connection(error)}")
                 except Exception:
                     log.exception("the handshake with %s failed", name)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))

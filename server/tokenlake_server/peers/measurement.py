@@ -37,7 +37,7 @@ class PathMeasured(NamedTuple):
     address: str
     round_trip_s: float
     """The shortest TCP handshake, in seconds; 0 if none was completed."""
-    nbytes: int
+    bytes: int
     seconds: float
     problem: str
     """The reason why not all bytes of the measurement were received; empty if all were."""

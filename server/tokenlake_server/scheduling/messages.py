@@ -148,7 +148,7 @@ def rates_of(message: pb.Rates) -> Rates:
     _give(rates.prefill, message, "prefill")
     _give(rates.decode, message, "decode")
     if message.answer_tokens:
-        rates.answer_tokens.add(_finite("answer_tokens", message.answer_tokens), 0.0)
+        rates.answer_tokens.add(_finite("answer_tokens", message.answer_tokens))
     if len(message.peers) > MAX_PROMPTS * 4:
         raise LimitReached(f"rates of {len(message.peers)} peers; the limit is {MAX_PROMPTS * 4}")
     for name, each in message.peers.items():
@@ -156,7 +156,7 @@ def rates_of(message: pb.Rates) -> Rates:
         _give(peer.fetch, each, "fetch")
         _give(peer.queries, each, "queries")
         if each.open_s:
-            peer.open_s.add(_finite("open_s", each.open_s), 0.0)
+            peer.open_s.add(_finite("open_s", each.open_s))
     return rates
 
 

@@ -153,7 +153,7 @@ class Scheduling:
             starts = fleet.router.starts(request, owners, among)
             chosen = fleet.router.least(request, starts)
             if message.send:
-                fleet.chosen(request, chosen, now)
+                fleet.sent(request, chosen, now)
                 self._fit(tenant)
             reply = pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
             return reply.SerializeToString()
@@ -188,10 +188,8 @@ class Scheduling:
 
     # -- in the thread of `work`
 
-    def _update(
-        self, tenant: Tenant, fleet: pb.Fleet, now: float | None = None
-    ) -> tuple[Fleet, Model, dict[str, NodeId]]:
-        found = self._fleets.update(tenant.name, fleet, time.monotonic() if now is None else now)
+    def _update(self, tenant: Tenant, fleet: pb.Fleet, now: float) -> tuple[Fleet, Model, dict[str, NodeId]]:
+        found = self._fleets.update(tenant.name, fleet, now)
         self._kept_bytes = self._fleets.kept_bytes
         return found
 

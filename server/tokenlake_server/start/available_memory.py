@@ -44,28 +44,26 @@ def free_huge_pages(proc: Path = PROC) -> tuple[int, str]:
     return min(limits)
 
 
-def huge_pages_of(nbytes: int, regions: int) -> int:
-    """The number of huge pages that an arena of `nbytes` takes: one more for the header of each region."""
-    return -(-nbytes // HUGE_PAGE) + regions
-
-
-def require_memory(nbytes: int, huge_regions: int = 0) -> None:
-    """Raise `LimitReached` when `nbytes` are not available: writing to them would call the OOM killer. `huge_regions`:
-    the number of regions on huge pages; 0 for ordinary pages."""
+def require_memory(nbytes: int, huge_regions: int = 0, proc: Path = PROC) -> None:
+    """Raise `LimitReached`, whose text has the cure behind a semicolon, when `nbytes` are not available: writing to
+    them would call the OOM killer. `huge_regions`: the number of regions on huge pages; 0 for ordinary pages."""
     if huge_regions:
-        needed, (free, source) = huge_pages_of(nbytes, huge_regions), free_huge_pages()
+        # One page more for the header of each region.
+        needed, (free, source) = -(-nbytes // HUGE_PAGE) + huge_regions, free_huge_pages(proc)
         if free < needed:
             raise LimitReached(
                 f"setting 'huge_pages': 'memory' takes {needed} huge pages of 2 MiB, and {max(0, free)} are free "
-                f"({source}); set them aside with `sysctl vm.nr_hugepages={needed}` as root (in a pod: `resources`), "
-                "or set 'huge_pages' to false"
+                f"({source}); set them aside with `sysctl vm.nr_hugepages={needed}` as root (soon after a boot, while "
+                "memory is not in pieces), raise the limit of the container (in a pod: `resources`), or set "
+                "'huge_pages' to false"
             )
         return
-    room, source = available_bytes()
+    room, source = available_bytes(proc)
     if nbytes + RESERVE_BYTES > room:
         raise LimitReached(
             f"setting 'memory' asks for {format_size(nbytes)}, but only {room >> 20} MiB are available ({source}), "
-            f"of which {RESERVE_BYTES >> 20} MiB are kept for the daemon; lower 'memory' or free memory"
+            f"of which {RESERVE_BYTES >> 20} MiB are kept for the daemon; lower 'memory' to at most "
+            f"{max(0, (room - RESERVE_BYTES) >> 20)}MiB, free memory, or give the machine or its cgroup more memory"
         )
 
 

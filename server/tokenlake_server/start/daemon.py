@@ -274,11 +274,11 @@ class Daemon:
             raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
         return self.query_engine.connect_engine(tenant, layout)
 
-    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes, keys: RecordKeys | None) -> None:
+    def _adopt_query(self, sock: socket.socket, hello: PeerHello, keys: RecordKeys | None) -> None:
         if self.query_engine is None:
             sock.close()
         else:
-            self.query_engine.adopt(sock, hello, rest, keys)
+            self.query_engine.adopt(sock, hello, keys)
 
     def _failed(self, event: Event, error: Exception) -> None:
         """Close the connection that sent an event which the rules did not complete because of `error`."""

@@ -54,16 +54,20 @@ IGNORED = (
 """Signals that mean nothing to a daemon, and that end a process that does not handle them."""
 
 
-def _require_directory(setting: str, path: str) -> None:
+def require_directory(setting: str, path: str) -> None:
     """Raise `ConfigurationError` unless `path` is a directory in which this process may create files."""
     if not os.path.isdir(path):
-        raise ConfigurationError(setting, path, "a directory that exists; create it, or leave the setting out")
+        raise ConfigurationError(
+            setting,
+            path,
+            "a directory that exists; make it with `install -d -o USER`, mount the device, or leave the setting out",
+        )
     try:
         # `os.access` would let root pass for a directory such as /proc.
         with tempfile.NamedTemporaryFile(dir=path):
             pass
     except OSError:
-        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to") from None
+        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to (`chown`)") from None
 
 
 def _ignore(number: signal.Signals) -> None:
@@ -152,7 +156,7 @@ async def run(
     Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
-        _require_directory("state_directory", config.state_directory)
+        require_directory("state_directory", config.state_directory)
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
     prepare(Path(config.socket), ENGINES)
     config = _out_of_a_shared_directory(config, origin)

@@ -1,5 +1,4 @@
-"""Orders of operators that outlive the daemon: weights that were retired, and segments that are still to be removed
-from devices that could not be written.
+"""Orders of operators that outlive the daemon: weights that were retired, and evictions that a device has missed.
 
 The orders are kept in a file of the state directory (else beside the local socket) and in each directory of the disk
 tier. A file has two equal copies::
@@ -7,11 +6,12 @@ tier. A file has two equal copies::
     | magic, version, bytes, digest | orders, msgpack | ... 512 KiB | the same again |
 
 Its space is allocated when the daemon starts, so that a later order needs none. The copies are written and synced one
-after the other: a process that is killed, or a damaged sector, leaves one of them. The newest copy of all files counts
-for segments to be removed, with those of this daemon, and all of them together for retired weights.
+after the other: a process that is killed, or a damaged sector, leaves one of them. The orders are those of all files
+together.
 
-A directory that is not in the setting `disk` any more may come back, at its path or at another one. So removals wait
-for it too, and a directory that was not used under its path before gets those of all directories.
+Each file names the time of the last eviction that its directory has carried out. A directory whose file names an
+earlier one than another file was set aside, or not in the setting `disk`, while segments were evicted: all of its
+segments are removed before one is found.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tokenlake.errors import LimitReached
-from tokenlake.keys import KEY_BYTES
 from tokenlake.metrics import Level, Metric
 
 log = logging.getLogger(__name__)
@@ -44,16 +43,6 @@ MAX_RETIRED = 1024
 """Limit of the digests of changed weights that are remembered for each tenant; the oldest is forgotten."""
 MAX_ALL_RETIRED = 8192
 """The same for all tenants together, each of which has an equal part."""
-MAX_SIZES = 1024
-"""Limit of the sizes of segments that are remembered with the digests of their weights, for all tenants together."""
-MAX_DROPS = 64
-"""Limit of the removals that wait for one device; beyond it, all segments there are removed."""
-MAX_DROPPED_KEYS = 256
-"""Limit of the keys of one removal; beyond it, all segments of the tenant are removed."""
-MAX_KEY_BYTES = 128 << 10
-"""Limit of the bytes of keys of all removals that wait; beyond it, all segments of the tenant are removed."""
-MAX_ABSENT = 8
-"""Limit of the directories that were used earlier, are not in the setting `disk`, and are remembered."""
 COPY_BYTES = 512 << 10
 ANSWER_S = 5.0
 """Seconds in which a file has to be written."""
@@ -68,23 +57,10 @@ FORGOTTEN = Metric(
 )
 WAITING = Metric(
     "tokenlake_disk_waiting_removals",
-    "Removals of segments that wait until the device, one of the setting `disk`, can be written",
+    "1 while the segments of the device, one of the setting `disk`, wait to be removed, because it missed an eviction",
     "path",
     kind="gauge",
 )
-
-
-class Drop(msgspec.Struct, frozen=True, array_like=True):
-    """Segments that are to be removed from a device: those of `keys`, if there are any, else all of the tenant (of one
-    size, unless it is 0); those of all tenants for an empty name."""
-
-    tenant: str
-    slot_bytes: int = 0
-    keys: bytes = b""
-
-    def covers(self, tenant: str, slot_bytes: int) -> bool:
-        """True if segments of this tenant and size are to be removed, all or some."""
-        return self.tenant in ("", tenant) and self.slot_bytes in (0, slot_bytes)
 
 
 class _Content(msgspec.Struct, array_like=True):
@@ -93,12 +69,9 @@ class _Content(msgspec.Struct, array_like=True):
     version: int = 0
     retired: dict[str, list[bytes]] = {}
     """By tenant, digests of the digests of weights, the oldest first."""
-    sizes: dict[str, list[tuple[bytes, int]]] = {}
-    """By tenant: (digest of the digest of the weights, bytes of a segment)."""
-    drops: dict[str, list[Drop]] = {}
-    """By path of the device."""
-    directories: list[str] = []
-    """Paths of the devices that were used, the oldest first."""
+    evicted: int = 0
+    """The time of the last eviction, in nanoseconds; in a directory of the disk tier, of the last one that its segments
+    have followed."""
 
 
 _DECODER = msgspec.msgpack.Decoder(_Content)
@@ -111,20 +84,16 @@ class StandingOrders:
 
     def __init__(self, home: Path, directories: Sequence[str] = (), tenants: int = 1) -> None:
         """`home`: the file that is always written; `directories`: those of the disk tier; `tenants`: their number."""
-        self._files = [_File(home), *(_File(Path(each, FILE)) for each in directories)]
-        self._directories = frozenset(directories)
+        self._own = _File(home)
+        self._directories = {each: _File(Path(each, FILE)) for each in directories}
+        self._files = [self._own, *self._directories.values()]
         self._most = max(1, min(MAX_RETIRED, MAX_ALL_RETIRED // tenants))
-        self._most_sizes = max(1, MAX_SIZES // tenants)
         self._lock = threading.Lock()
-        """Guards the fields below."""
+        """Guards the fields below, and `evicted` of the files."""
         self._version = 0
         self._retired: dict[str, OrderedDict[bytes, None]] = {}
-        self._sizes: dict[str, OrderedDict[tuple[bytes, int], None]] = {}
-        self._drops: dict[str, list[Drop]] = {}
-        self._fresh: list[tuple[str, Drop]] = []
-        """Removals that were ordered since the start and wait: no file that is read later has them."""
-        self._used: OrderedDict[str, None] = OrderedDict()
-        """Paths of the devices that were used."""
+        self._evicted = 0
+        """The time of the last eviction, in nanoseconds."""
         self._forgotten = 0
 
     def load(self) -> None:
@@ -144,9 +113,9 @@ class StandingOrders:
 
     def take(self, directory: str) -> None:
         """A device can be used: take the orders that are in its directory."""
-        for file in self._files[1:]:
-            if file.path.parent == Path(directory) and not file.taken:
-                self._take(file)
+        file = self._directories.get(directory)
+        if file is not None and not file.taken:
+            self._take(file)
 
     def _take(self, file: _File) -> None:
         found = file.load()
@@ -156,17 +125,9 @@ class StandingOrders:
             for tenant, digests in found.retired.items():
                 for digest in digests:
                     self._retire(tenant, digest)
-            for tenant, sizes in found.sizes.items():
-                for size in sizes:
-                    self._add_size(tenant, size)
-            for path in found.directories:
-                self._use(path)
-            if found.version > self._version:
-                self._version = found.version
-                self._drops = {path: list(drops) for path, drops in found.drops.items()}
-                fresh, self._fresh = self._fresh, []
-                for path, drop in fresh:
-                    self._drop(path, drop)
+            file.evicted = found.evicted
+            self._version = max(self._version, found.version)
+            self._evicted = max(self._evicted, found.evicted)
 
     # -- retired weights
 
@@ -190,94 +151,35 @@ class StandingOrders:
         with self._lock:
             return _short(weights_digest) in self._retired.get(tenant, ())
 
-    def stores(self, tenant: str, weights_digest: str, slot_bytes: int) -> bool:
-        """An engine with these weights stores segments of a size. Returns True if that was not known."""
-        size = _short(weights_digest), slot_bytes
+    # -- evictions
+
+    def evict(self, missed: Collection[str] = ()) -> None:
+        """Segments were evicted, and the devices at the paths `missed` have not carried that out; nor have those that
+        are not in the setting `disk` now."""
         with self._lock:
-            known = size in self._sizes.get(tenant, ())
-            self._add_size(tenant, size)
-        return not known
-
-    def _add_size(self, tenant: str, size: tuple[bytes, int]) -> None:
-        sizes = self._sizes.setdefault(tenant, OrderedDict())
-        sizes[size] = None
-        if len(sizes) > self._most_sizes:
-            sizes.popitem(last=False)
-
-    def sizes(self, tenant: str, weights_digest: str) -> list[int]:
-        """The sizes of the segments that engines with these weights have stored, as far as they are remembered."""
-        digest = _short(weights_digest)
-        with self._lock:
-            return [slot_bytes for each, slot_bytes in self._sizes.get(tenant, ()) if each == digest]
-
-    # -- removals
-
-    def drop(self, path: str, drop: Drop) -> None:
-        """Segments are to be removed from the device at `path` once it can be written."""
-        with self._lock:
-            self._drop(path, drop)
-
-    def drop_absent(self, drop: Drop) -> None:
-        """Segments are to be removed from the devices that were used earlier and are not configured now."""
-        with self._lock:
-            for path in self._absent():
-                self._drop(path, drop)
-
-    def _drop(self, path: str, drop: Drop) -> None:
-        keys = sum(len(each.keys) for drops in self._drops.values() for each in drops) + len(drop.keys)
-        if len(drop.keys) > MAX_DROPPED_KEYS * KEY_BYTES or (drop.keys and keys > MAX_KEY_BYTES):
-            drop = Drop(drop.tenant)
-        waiting = self._drops.setdefault(path, [])
-        if drop not in waiting:
-            waiting.append(drop)
-        if len(waiting) > MAX_DROPS:
-            log.warning("%s: more than %d removals wait, so that all segments are removed", path, MAX_DROPS)
-            waiting[:] = [Drop("")]
-        self._fresh = [each for each in self._fresh if each[0] != path or each[1] in waiting]
-        if (path, waiting[-1]) not in self._fresh:
-            self._fresh.append((path, waiting[-1]))
-
-    def drops(self, path: str) -> list[Drop]:
-        """The removals that wait for the device at `path`; those of all devices where it was not used there before."""
-        with self._lock:
-            if path in self._used:
-                return list(self._drops.get(path, ()))
-            return list(dict.fromkeys(each for drops in self._drops.values() for each in drops))
-
-    def use(self, path: str) -> bool:
-        """The device at `path` is used from now on, and `drops` were carried out there. Returns True if that is new."""
-        with self._lock:
-            return self._use(path)
-
-    def _use(self, path: str) -> bool:
-        if path in self._used:
-            return False
-        self._used[path] = None
-        absent = self._absent()
-        if len(absent) > MAX_ABSENT:
-            log.warning("%s is forgotten: more than %d earlier directories of the disk tier", absent[0], MAX_ABSENT)
-            del self._used[absent[0]]
-            self._drops.pop(absent[0], None)
-        return True
-
-    def _absent(self) -> list[str]:
-        return [path for path in self._used if path not in self._directories]
+            followed = [file for path, file in self._directories.items() if path not in missed and self._clean(file)]
+            self._evicted = max(time.time_ns(), self._evicted + 1)
+            for file in followed:
+                file.evicted = self._evicted
 
     @property
-    def waiting(self) -> bool:
-        """True while removals wait for a device."""
+    def evicted(self) -> int:
+        """The last eviction, for `cleaned`."""
         with self._lock:
-            return bool(self._drops)
+            return self._evicted
 
-    def dropped(self, path: str, drops: Sequence[Drop]) -> None:
-        """These removals were carried out."""
+    def clean(self, path: str) -> bool:
+        """False if the segments of the device at `path` are to be removed, because it missed an eviction."""
         with self._lock:
-            self._fresh = [each for each in self._fresh if each[0] != path or each[1] not in drops]
-            left = [each for each in self._drops.get(path, ()) if each not in drops]
-            if left:
-                self._drops[path] = left
-            else:
-                self._drops.pop(path, None)
+            return self._clean(self._directories[path])
+
+    def _clean(self, file: _File) -> bool:
+        return file.evicted >= self._evicted
+
+    def cleaned(self, path: str, evicted: int) -> None:
+        """The device at `path` has no segment of before the eviction `evicted`."""
+        with self._lock:
+            self._directories[path].evicted = evicted
 
     # -- files
 
@@ -286,15 +188,10 @@ class StandingOrders:
         loop = asyncio.get_running_loop()
         with self._lock:
             self._version += 1
-            content = _Content(
-                self._version,
-                {tenant: list(each) for tenant, each in self._retired.items()},
-                {tenant: list(each) for tenant, each in self._sizes.items()},
-                {path: list(each) for path, each in self._drops.items()},
-                list(self._used),
-            )
-        data = msgspec.msgpack.encode(content)
-        answers = [file.save(content.version, data, loop) for file in self._files]
+            self._own.evicted = self._evicted
+            retired = {tenant: list(each) for tenant, each in self._retired.items()}
+            contents = [_Content(self._version, retired, file.evicted) for file in self._files]
+        answers = [file.save(each, loop) for file, each in zip(self._files, contents, strict=True)]
         problems = []
         for file, answer in zip(self._files, answers, strict=True):
             try:
@@ -308,8 +205,7 @@ class StandingOrders:
     def gauges(self) -> list[Level]:
         """The gauges, for the metrics page."""
         with self._lock:
-            configured = ((path, drops) for path, drops in self._drops.items() if path in self._directories)
-            waiting = [Level(WAITING, (path,), len(drops)) for path, drops in configured]
+            waiting = [Level(WAITING, (path,), not self._clean(file)) for path, file in self._directories.items()]
             return [Level(FORGOTTEN, (), self._forgotten), *waiting]
 
 
@@ -324,6 +220,8 @@ class _File:
         """Held while the file is written."""
         self._written = 0
         """Version of the content."""
+        self.evicted = 0
+        """See `_Content`."""
 
     def load(self) -> _Content | None:
         """The newest whole copy; None where there is none, which is logged unless the file is new."""
@@ -343,16 +241,17 @@ class _File:
             log.error("%s is damaged: the orders of operators in it are lost", self.path)
         return max(found, key=lambda each: each.version, default=None)
 
-    def save(self, version: int, data: bytes, loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
+    def save(self, content: _Content, loop: asyncio.AbstractEventLoop) -> asyncio.Future[str]:
         """Write the content in a thread. The result is a text about the failure, or an empty one."""
         result: asyncio.Future[str] = loop.create_future()
+        data = msgspec.msgpack.encode(content)
 
         def settle(problem: str) -> None:
             if not result.done():
                 result.set_result(problem)
 
         def run() -> None:
-            problem = self._save(version, data)
+            problem = self._save(content.version, data)
             # A closed loop raises RuntimeError.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, problem)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.core.scenes import (
     answer,
@@ -12,6 +10,7 @@ from tests.core.scenes import (
     calm,
     copies,
     fetch,
+    kinds,
     match,
     missed,
     most_at_once,
@@ -28,15 +27,11 @@ from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core.cluster import transfers as fetches
-from tokenlake.core.cluster.background import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.instructions import SendBulk, StartFetch
 from tokenlake.identity import SegmentKey
-from tokenlake.keys import KEY_BYTES
 from tokenlake.memory import Kind
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import SLOT_BYTES as PACKED_SLOT_BYTES
-
-MIB = 1 << 20
 
 
 def test_locate_names_the_node_of_each_segment() -> None:
@@ -156,69 +151,10 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
 # -- background transfers
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 32)), max_size=200), st.floats(0.05, 0.9))
-def test_background_is_at_most_its_share_beside_fetches(wanted: list[tuple[bool, int]], share: float) -> None:
-    """Throughout the test, at least one fetch is under way."""
-    background = BackgroundLimit(share)
-    background.started(MIB, background=False)
-    read, kept = MIB, 0
-    for is_read, mib in wanted:
-        if is_read:
-            background.started(mib * MIB, background=False)
-            background.ended(background=False)
-            read += mib * MIB
-        elif background.allows(mib * MIB):
-            background.started(mib * MIB, background=True)
-            background.ended(background=True)
-            kept += mib * MIB
-        assert kept <= share * (read + kept) + 1
-
-
-def test_background_alone_is_limited_in_number() -> None:
-    background = BackgroundLimit(0.5)
-    for _ in range(MAX_PIECES):
-        assert background.allows(1 << 40)
-        background.started(1 << 40, background=True)
-    assert not background.allows(1)
-    background.ended(background=True)
-    assert background.allows(1)
-
-
-def test_the_credit_is_bounded() -> None:
-    background = BackgroundLimit(0.9)
-    background.started(1 << 50, background=False)
-    background.started(MAX_CREDIT - 1, background=True)
-    background.ended(background=True)
-    assert background.allows(1)
-    assert not background.allows(2)
-
-
-def test_a_piece_larger_than_the_maximum_credit_starts() -> None:
-    background = BackgroundLimit(0.5)
-    background.started(MIB, background=False)
-    assert not background.allows(2 * MAX_CREDIT)
-    background.started(MAX_CREDIT, background=False)
-    assert background.allows(2 * MAX_CREDIT)
-    background.started(2 * MAX_CREDIT, background=True)
-    background.ended(background=True)
-    # The piece exceeded the background share: further pieces wait until fetches have made up for it.
-    background.started(MAX_CREDIT, background=False)
-    assert not background.allows(MIB)
-    background.started(2 * MIB, background=False)
-    assert background.allows(MIB)
-
-
-def test_the_size_of_a_piece() -> None:
-    background = BackgroundLimit(0.5)
-    assert background.piece_segments(MIB, 0.001) == MAX_PIECE_BYTES // MIB
-    assert background.piece_segments(MIB, 0.02) == 2
-    assert background.piece_segments(64 * MIB, 10.0) == 1
-
-
-def offering(share: float = 0.5) -> tuple[Cluster, Engine, list[SegmentKey]]:
+def offering() -> tuple[Cluster, Engine, list[SegmentKey]]:
     """A reader at node 0, and eight segments of a writer at node 1, which node 1 may offer to node 0."""
     rules = {"regions": 10, "dirty_share": 1.0, "session_reserve_share": 1.0, "cached_share": 0.5}
-    cluster = calm(3, background_share=share, **rules)
+    cluster = calm(3, **rules)
     reader, writer = cluster.join(0), cluster.join(1)
     cluster.run_for(0.05)
     keys = placed(cluster, 0, 1, 8)
@@ -226,72 +162,43 @@ def offering(share: float = 0.5) -> tuple[Cluster, Engine, list[SegmentKey]]:
     return cluster, reader, keys
 
 
-def start_a_long_fetch(cluster: Cluster, reader: Engine, count: int, seconds: float) -> list[engine.Fetched]:
-    """A fetch of `count` segments of node 2, which is frozen while it sends, so that it lasts for `seconds`. The list
-    that its reply will be in."""
-    helper = cluster.join(2)
-    cluster.run_for(0.05)
-    others = placed(cluster, 2, 1, count, "read")
-    store(cluster, helper, others)
-    cluster.run_for(1.0)
-    found = match(cluster, reader, others)
-    assert found.codes == bytes([Code.REMOTE] * count)
-    sends = len(said(cluster, 2, SendBulk))
-    fetched = ask(reader.processes[0], engine.Fetch, found.lease, 0, count, seconds)
-    while len(said(cluster, 2, SendBulk)) == sends:
-        cluster.run_for(0.0001)
-    cluster.node(2).freeze()
-    cluster.run_for(0.01)
-    assert cluster.core(0).census()["transfers"] == 1
-    return fetched
-
-
-def test_offers_wait_while_a_fetch_is_under_way() -> None:
-    """The offered segments are transferred after the fetch."""
-    cluster, reader, keys = offering()
-    before = len(said(cluster, 0, StartFetch))
-    start_a_long_fetch(cluster, reader, 2, 0.8)
-    for start in range(0, 8, 2):
+def one_under_way(cluster: Cluster, keys: list[SegmentKey]) -> None:
+    """Node 1 offers four of the segments to node 0, in two offers, and is frozen while it sends the first one."""
+    sends = len(said(cluster, 1, SendBulk))
+    for start in (0, 2):
         offer(cluster, 1, 0, keys[start : start + 2])
-    cluster.run_for(0.5)
-    started = said(cluster, 0, StartFetch)[before:]
-    fetched = sum(len(each.keys) // KEY_BYTES for each in started if not each.background)
-    pushed = sum(len(each.keys) // KEY_BYTES for each in started if each.background)
-    assert fetched == 2
-    assert pushed <= fetched
-    assert cluster.core(0).census()["queued transfers"] > 0
-    cluster.node(2).thaw()
+    while len(said(cluster, 1, SendBulk)) == sends:
+        cluster.run_for(0.0001)
+    assert cluster.core(0).census()["transfers"] == 1
+    assert cluster.core(0).census()["queued transfers"] == 1
+
+
+def test_offered_segments_come_one_piece_after_the_other() -> None:
+    cluster, _, keys = offering()
+    one_under_way(cluster, keys)
     cluster.run_for(1.5)
     assert cluster.core(0).census()["queued transfers"] == 0
+    assert [kinds(cluster, key)[0] for key in keys[:4]] == [Kind.PRIMARY] * 4
     cluster.check()
-    cluster.settle()
-    cluster.check_settled()
 
 
 def test_a_fetch_starts_the_queued_transfer_of_its_segments() -> None:
-    cluster, reader, keys = offering(share=0.1)
-    start_a_long_fetch(cluster, reader, 1, 2.0)
-    offer(cluster, 1, 0, keys[:2])
-    cluster.run_for(0.2)
-    assert cluster.core(0).census()["queued transfers"] > 0
-    found = match(cluster, reader, keys[:2])
-    fetched = ask(reader.processes[0], engine.Fetch, found.lease, 0, found.hits, 0.5)
+    cluster, reader, keys = offering()
+    one_under_way(cluster, keys)
+    fetched = ask(reader.processes[0], engine.Fetch, match(cluster, reader, keys[2:4]).lease, 0, 2, 0.5)
     cluster.run_for(0.3)
     assert [list(reply.codes) for reply in fetched] == [[Code.LOCAL] * 2]
-    assert cluster.core(0).census()["transfers"] == 1
     cluster.check()
 
 
 def test_an_offer_that_waits_too_long_leaves_the_owner() -> None:
-    cluster, reader, keys = offering(share=0.1)
-    read = start_a_long_fetch(cluster, reader, 1, 4.0)
-    offer(cluster, 1, 0, keys[:2])
+    cluster, _, keys = offering()
+    one_under_way(cluster, keys)
+    cluster.node(1).freeze()
     cluster.run_for(3.0)
-    assert not read
     assert cluster.core(0).census()["queued transfers"] == 0
-    kept = [segment for segment in cluster.core(1).store.segments() if segment.key in keys[:2]]
-    assert [segment.kind for segment in kept] == [Kind.PRIMARY] * 2
-    cluster.node(2).thaw()
+    cluster.node(1).thaw()
     cluster.run_for(1.0)
+    assert [kinds(cluster, key)[1] for key in keys[2:4]] == [Kind.PRIMARY] * 2
     cluster.settle()
     cluster.check_settled()

@@ -45,18 +45,6 @@ def test_every_node_finds_the_owner() -> None:
     assert cluster.core(0).census()["surveys"] == 0
 
 
-def test_a_node_that_leases_all_the_same_gets_its_lease_back() -> None:
-    """A node of an earlier version does not know that nothing is to be leased."""
-    cluster, _, keys = stored(pair=(1, 2), at=1)
-    cluster.node(0).deliver(events.LocateRequested(0, "red", join_keys(keys)))
-    (lookup,) = [each for each in said(cluster, 0, peer.Lookup) if each.keys == join_keys(keys)]
-    assert not lookup.lease
-    reply = peer.LookupReply(lookup.call, 77, bytes([Code.LOCAL]), (), (0.5, 0.0, 0.0), 0.0)
-    cluster.node(0).deliver(events.PeerSent("n1", reply))
-    assert [each.leases for each in said(cluster, 0, peer.ReleaseLease)] == [(77,)]
-    assert said(cluster, 0, Located)[0].owners == ((0,),)
-
-
 def seconds(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[float]:
     """The time on disks that a node's rules name for each key."""
     before = len(said(cluster, node, Located))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import pool_of, prompt
 from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -37,7 +37,7 @@ class Three:
 
 def three(start: Callable[..., Engine], cluster: Cluster, model: Path | None = None, **arguments: Any) -> Three:
     """Start the engines, with these arguments of `vllm.LLM`."""
-    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+    pool = pool_of(cluster.nodes[0])
     if model is not None:
         arguments["model"] = model
     return Three(start(**arguments), start({**pool, "verify": True}, **arguments), start(pool, **arguments))

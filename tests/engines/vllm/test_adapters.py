@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.conftest import TINY, again, pool_of, prompt, until_hit
 from tests.engines.vllm.forked import refusals
 from tests.engines.vllm.scenario import Three, check_scenario, three
 from tokenlake_client.weights import digest_of_directory
@@ -33,23 +33,8 @@ def engines(start: Callable[..., Engine], cluster: Cluster) -> Three:
     return three(start, cluster, **LORA)
 
 
-def hit(engine: Engine, tokens: Sequence[int], adapter: Path | None) -> tuple[list[list[int]], int]:
-    """The tokens that the engine generates, without its own cache, and the number of tokens from the pool."""
-    before = engine.call("counts")["tokens_hit"]
-    assert engine.call("forget")
-    answer = engine.generate([tokens], adapter=adapter)
-    assert engine.call("flush")
-    return answer, int(engine.call("counts")["tokens_hit"] - before)
-
-
 def test_an_adapter(engines: Three, cluster: Cluster, adapter: Path) -> None:
-    one = Three(
-        engines.plain,
-        engines.first,
-        engines.second,
-        request={"adapter": adapter},
-        identity={"adapter": digest_of_directory(adapter)},
-    )
+    one = replace(engines, request={"adapter": adapter}, identity={"adapter": digest_of_directory(adapter)})
     check_scenario(one, cluster, 40)
 
 
@@ -60,13 +45,13 @@ def test_equal_adapters_share_and_others_do_not(engines: Three, adapter: Path, t
     other = save_adapter(tmp_path / "other", TINY, seed=2)
     answers = {}
     for directory, tokens_hit in ((adapter, 0), (other, 0), (None, 0), (copy, 768)):
-        answers[directory] = engines.plain.generate([tokens], adapter=directory)
-        assert hit(engines.first, tokens, directory) == (answers[directory], tokens_hit)
+        answers[directory] = engines.plain.generate([tokens], adapter=directory)[0]
+        assert again(engines.first, tokens, adapter=directory) == (answers[directory], tokens_hit)
     assert answers[copy] == answers[adapter]
     assert len({str(answers[directory]) for directory in (adapter, other, None)}) == 3
     # Another process has another name and number for the same adapter.
     for directory in (other, copy, None):
-        assert hit(engines.second, tokens, directory) == (answers[directory], 768)
+        assert again(engines.second, tokens, adapter=directory) == (answers[directory], 768)
 
 
 def test_requests_without_an_adapter_are_shared(
@@ -74,11 +59,11 @@ def test_requests_without_an_adapter_are_shared(
 ) -> None:
     """Without an adapter, engines share with engines that have none."""
     tokens, others = prompt(800, 51), prompt(800, 52)
-    without = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+    without = start(pool_of(cluster.nodes[0]))
     for first, second, one in ((without, engines.first, tokens), (engines.first, without, others)):
-        expected = plain.generate([one])
-        assert hit(first, one, None) == (expected, 0)
-        assert hit(second, one, None) == (expected, 768)
+        expected = plain.generate([one])[0]
+        assert again(first, one) == (expected, 0)
+        assert again(second, one) == (expected, 768)
 
 
 def test_files_that_are_replaced_while_vllm_has_the_adapter(engines: Three, tmp_path: Path) -> None:
@@ -86,36 +71,33 @@ def test_files_that_are_replaced_while_vllm_has_the_adapter(engines: Three, tmp_
     tokens = prompt(800, 53)
     directory = save_adapter(tmp_path / "adapter", TINY, seed=3)
     old, new = save_adapter(tmp_path / "old", TINY, seed=3), save_adapter(tmp_path / "new", TINY, seed=4)
-    expected = {one: engines.plain.generate([tokens], adapter=one) for one in (old, new)}
+    expected = {one: engines.plain.generate([tokens], adapter=one)[0] for one in (old, new)}
     assert expected[old] != expected[new]
     first, second = engines.first, engines.second
-    assert hit(first, tokens, directory) == (expected[old], 0)
+    assert again(first, tokens, adapter=directory) == (expected[old], 0)
     shutil.copytree(new, directory, dirs_exist_ok=True)
     before = first.call("counts")
-    assert hit(first, tokens, directory) == (expected[old], 0)
+    assert again(first, tokens, adapter=directory) == (expected[old], 0)
     assert first.call("counts")["tokens_stored"] == before["tokens_stored"]
     assert "its files changed after vLLM loaded them" in refusals(first)[-1]
     # The other engine loads the new files now, and finds nothing of the old ones.
-    assert hit(second, tokens, directory) == (expected[new], 0)
+    assert again(second, tokens, adapter=directory) == (expected[new], 0)
     # The first engine has the old adapter still: it fails the load of the new one's segments, and recomputes.
-    assert hit(first, tokens, directory)[0] == expected[old]
+    assert again(first, tokens, adapter=directory)[0] == expected[old]
     assert first.call("load_adapter", directory=str(directory))
     # For some seconds after the failed load the adapter's segments are not looked up.
-    until = time.monotonic() + 20
-    while (found := hit(first, tokens, directory)) != (expected[new], 768):
-        assert found == (expected[new], 0)
-        assert time.monotonic() < until
-    assert hit(second, tokens, old) == (expected[old], 768)
+    assert until_hit(first, tokens, expected[new], adapter=directory) == 768
+    assert again(second, tokens, adapter=old) == (expected[old], 768)
 
 
 def test_an_adapter_that_cannot_be_read(engines: Three, tmp_path: Path) -> None:
     """The files are gone after vLLM has loaded them."""
     tokens = prompt(800, 54)
     directory = save_adapter(tmp_path / "adapter", TINY, seed=5)
-    expected = engines.plain.generate([tokens], adapter=directory)
-    assert hit(engines.first, tokens, directory) == (expected, 0)
+    expected = engines.plain.generate([tokens], adapter=directory)[0]
+    assert again(engines.first, tokens, adapter=directory) == (expected, 0)
     shutil.rmtree(directory)
     before = engines.first.call("counts")["requests_not_served"]
-    assert hit(engines.first, tokens, directory) == (expected, 0)
+    assert again(engines.first, tokens, adapter=directory) == (expected, 0)
     assert engines.first.call("counts")["requests_not_served"] == before + 1
     assert "its files cannot be read" in refusals(engines.first)[-1]

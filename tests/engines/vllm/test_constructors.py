@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
 
 from tests.engines.vllm.conftest import TINY
 from tests.engines.vllm.test_identity import configured
@@ -21,9 +22,17 @@ from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.vllm import connector as known
 from tokenlake_client.engines.vllm import patches, side
 from tokenlake_client.engines.vllm.offloading import connector as opaque
-from tokenlake_client.engines.vllm.patches import ADAPTERS, OFFLOADING, VERSION, Patch, apply
+from tokenlake_client.engines.vllm.patches import ADAPTERS, VERSION, Patch, apply
+from tokenlake_client.engines.vllm.request import end_of
 
 pytestmark = pytest.mark.timeout(300)
+
+REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_REPETITION: "repetition",
+}
 
 
 @pytest.fixture
@@ -82,34 +91,35 @@ def test_errors_in_hooks_of_the_opaque_connector(arguments: Any, monkeypatch: py
         connector.shutdown()
 
 
+@pytest.mark.parametrize("status", [status for status in RequestStatus if RequestStatus.is_finished(status)])
+def test_the_end_of_a_request_is_one_of_the_pools_reasons(status: RequestStatus) -> None:
+    end, reason = end_of(status.name, 5), REASONS.get(status, "")
+    assert (end.stop_reason, end.output_tokens) == ((reason, 5) if reason else ("", -1))
+    assert end.complete == (reason in ("stop", "length"))
+
+
 # -- methods of vLLM that are replaced
 
 
-@pytest.mark.parametrize("group", [VERSION, ADAPTERS, OFFLOADING])
-def test_this_vllm_has_all_methods_that_are_replaced(group: tuple[Patch, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it lacks one of a group, none is replaced."""
-
-    def methods() -> list[Any]:
-        return [getattr(patches._named(patch.owner), patch.method) for patch in group]
-
-    before = methods()
-    for patch, method in zip(group, before, strict=True):
-        monkeypatch.setattr(patches._named(patch.owner), patch.method, method)
-    lacking = group[-1]._replace(method="it_was_renamed")
-    assert not apply((*group, lacking))
-    assert not apply((*group, lacking._replace(owner="vllm.gone:Class")))
-    assert methods() == before
-    assert apply(group)
-    replaced = methods()
-    assert apply(group), "a second call changes nothing"
-    assert methods() == replaced
+@pytest.mark.parametrize("patch", [VERSION, ADAPTERS])
+def test_this_vllm_has_all_methods_that_are_replaced(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = patches._named(patch.owner)
+    before = getattr(owner, patch.method)
+    monkeypatch.setattr(owner, patch.method, before)
+    assert not apply(patch._replace(method="it_was_renamed"))
+    assert not apply(patch._replace(owner="vllm.gone:Class"))
+    assert getattr(owner, patch.method) is before
+    assert apply(patch)
+    replaced = getattr(owner, patch.method)
+    assert apply(patch), "a second call changes nothing"
+    assert getattr(owner, patch.method) is replaced
 
 
 def test_what_goes_without_the_pool_if_they_are_lacking(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side, "apply", lambda group: False)
+    monkeypatch.setattr(side, "apply", lambda patch: False)
     assert side.Side({}).adapters(object(), "float32") is None
     request = SimpleNamespace(lora_request=object(), mm_features=())
     assert "LoRA adapters" in str(side.not_served(request, None))
-    monkeypatch.setattr("tokenlake_client.engines.vllm.offloading.spec.apply", lambda group: False)
+    monkeypatch.setattr(opaque, "EXTENDED", (*opaque.EXTENDED, "it_was_renamed"))
     with pytest.raises(LayoutRefused, match="lacks a method of OffloadingConnector"):
         opaque.OpaqueLayoutConnector(*arguments)

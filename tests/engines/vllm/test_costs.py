@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import pool_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -27,9 +27,9 @@ def expected(plain: Engine) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def weighs(start: Callable[..., Engine], cluster: Cluster) -> Callable[[str], Engine]:
+def weighs(start: Callable[..., Engine], cluster: Cluster) -> Callable[[], Engine]:
     """Starts an engine that compares the times of loading and computing."""
-    return lambda load: start({"socket": str(cluster.nodes[0].socket), "load": load, **PATIENT, "weigh_loads": True})
+    return lambda: start(pool_of(cluster.nodes[0], weigh_loads=True))
 
 
 def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:
@@ -44,8 +44,8 @@ def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:
     return hit, skipped
 
 
-def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[str], Engine], expected: list[list[int]]) -> None:
-    engine = weighs("async")
+def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[], Engine], expected: list[list[int]]) -> None:
+    engine = weighs()
     assert run(engine, expected) == (0, 0)
     assert sum(run(engine, expected)) == WHOLE
     # The engine has measured the times of prefills and loads by now.
@@ -55,11 +55,10 @@ def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[str], Engine], e
     assert engine.call("counts")["tokens_loaded"] - loaded > WHOLE / 2
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
 def test_loads_slower_than_a_prefill_are_skipped(
-    load: str, weighs: Callable[[str], Engine], expected: list[list[int]], cluster: Cluster
+    weighs: Callable[[], Engine], expected: list[list[int]], cluster: Cluster
 ) -> None:
-    engine = weighs(load)
+    engine = weighs()
     engine.call("slow_loads", seconds=SLOW_S)
     hit, skipped = run(engine, expected)
     assert hit + skipped == WHOLE

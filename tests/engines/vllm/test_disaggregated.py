@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
+from tests.engines.vllm.conftest import TIMEOUT_S, pool_of, prompt
 from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+NODES = 2
 
 PREFILL = {
     "do_remote_decode": True,
@@ -35,14 +37,7 @@ LONG_S = 20.0
 TRIES = 5
 """Prompts of each length: beside busy programs the in-flight markers of the first engine may arrive so late that the
 second one computes a prompt, too, or the second one may look up so late that all is stored."""
-TIMEOUT_S = 60.0
 WAITS = "tokenlake_in_flight_waits_total"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(2, "128MiB", "16MiB", **PATIENT_NODES) as running:
-        yield running
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Fleet:
     slow: Engine
     """For prefill too; it takes long to store a segment."""
     near: Engine
-    """On the node of both. Does not verify its reads, and its steps wait for their loads."""
+    """On the node of both. Does not verify its reads."""
     far: Engine
     """On the other node. Verifies its reads."""
 
@@ -64,8 +59,8 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> Fleet:
-    here, there = ({"socket": str(node.socket), **PATIENT} for node in cluster.nodes)
-    fleet = Fleet(start(here), start(here), start({**here, "load": "sync"}), start({**there, "verify": True}))
+    here, there = (pool_of(node) for node in cluster.nodes)
+    fleet = Fleet(start(here), start(here), start(here), start({**there, "verify": True}))
     fleet.slow.call("slow_saves", seconds=SLOW_S)
     return fleet
 

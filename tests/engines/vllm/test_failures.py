@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, prompt
+from tests.engines.vllm.conftest import TIMEOUT_S, pool_of, prompt, until_hit
 from tests.engines.vllm.spoiling import spoil, tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 60.0
+NODES = 2
+
 LINE = r"{} \d\d-\d\d \d\d:\d\d:\d\d .*TokenLake: {}"
 """A line in vLLM's log: its level, and its text."""
 MATCH_MS = 2000
@@ -24,16 +24,10 @@ MATCH_MS = 2000
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(2, "64MiB", "16MiB", **PATIENT_NODES) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     """An engine that starts before its daemon. Loads in the background and verifies its reads."""
     cluster.nodes[0].kill()
-    pool = {"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": MATCH_MS}
+    pool = pool_of(cluster.nodes[0], verify=True, match_ms=MATCH_MS)
     engine = start(pool, environment={"VLLM_LOGGING_LEVEL": "INFO"})
     engine.generate([prompt(600, 1)])
     cluster.nodes[0].start()
@@ -41,31 +35,9 @@ def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="module")
-def waiting(start: Callable[..., Engine], cluster: Cluster, behind: Engine) -> Engine:
-    """An engine whose steps wait for their loads, and that verifies its reads."""
-    pool = {"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True}
-    return start({**pool, **PATIENT, "match_ms": MATCH_MS})
-
-
-def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
-    """Repeat a prompt until the engine loads a part of it from the pool. Returns the tokens, equal each time."""
-    answers = set()
-    # The first call waits until the engine has started.
-    before = engine.call("counts")["tokens_hit"]
-    until = time.monotonic() + TIMEOUT_S
-    while engine.call("counts")["tokens_hit"] == before:
-        assert time.monotonic() < until, engine.log.read_text()[-2000:]
-        answers.add(tuple(engine.generate([tokens])[0]))
-        engine.call("flush")
-        engine.call("forget")
-    assert len(answers) == 1
-    return list(answers.pop())
-
-
 def test_a_daemon_that_starts_later_is_used(behind: Engine, plain: Engine) -> None:
     tokens = prompt(600, 1)
-    assert until_hit(behind, tokens) == plain.generate([tokens])[0]
+    until_hit(behind, tokens, plain.generate([tokens])[0])
     log = behind.log.read_text()
     # Each change of the state is one line, with vLLM's level and time.
     assert len(re.findall(LINE.format("WARNING", "connecting to the pool failed"), log)) == 1
@@ -75,80 +47,67 @@ def test_a_daemon_that_starts_later_is_used(behind: Engine, plain: Engine) -> No
 def test_a_restarted_daemon(behind: Engine, plain: Engine, cluster: Cluster) -> None:
     tokens = prompt(700, 2)
     expected = plain.generate([tokens])[0]
-    assert until_hit(behind, tokens) == expected
+    until_hit(behind, tokens, expected)
     cluster.nodes[0].kill()
     assert behind.generate([tokens])[0] == expected
     cluster.nodes[0].start()
     cluster.wait_ready()
-    assert until_hit(behind, tokens) == expected
+    until_hit(behind, tokens, expected)
     log = behind.log.read_text()
     assert re.search(LINE.format("WARNING", "lost the daemon"), log)
     assert re.search(LINE.format("INFO", "the daemon .* is back"), log)
 
 
-@pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_corrupt_segments_are_recomputed(
-    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_corrupt_segments_are_recomputed(behind: Engine, plain: Engine, cluster: Cluster) -> None:
     tokens = prompt(1000, 3)
     expected = plain.generate([tokens])[0]
-    assert until_hit(engine, tokens) == expected
-    assert spoil(cluster, engine, tokens) == 3
-    before = engine.call("counts")["loads_failed"]
-    assert engine.generate([tokens])[0] == expected
-    assert engine.call("counts")["loads_failed"] > before
+    until_hit(behind, tokens, expected, 768)
+    assert spoil(cluster, behind, tokens) == 3
+    before = behind.call("counts")["loads_failed"]
+    assert behind.generate([tokens])[0] == expected
+    assert behind.call("counts")["loads_failed"] > before
     # Another request that shares the blocks gets the right tokens too.
-    engine.call("forget")
-    assert engine.generate([tokens, tokens]) == [expected, expected]
-    engine.call("forget")
+    behind.call("forget")
+    assert behind.generate([tokens, tokens]) == [expected, expected]
+    behind.call("forget")
 
 
-@pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_the_owner_is_killed_during_a_load(
-    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_the_owner_is_killed_during_a_load(behind: Engine, plain: Engine, cluster: Cluster) -> None:
     many = [prompt(900 + seed, 20 + seed) for seed in range(6)]
     expected = [plain.generate([tokens], 30)[0] for tokens in many]
-    assert engine.generate(many, 30) == expected
-    engine.call("flush")
-    engine.call("forget")
+    assert behind.generate(many, 30) == expected
+    behind.call("flush")
+    behind.call("forget")
     answers: list[list[list[int]]] = []
-    thread = threading.Thread(target=lambda: answers.append(engine.generate(many, 30)))
+    thread = threading.Thread(target=lambda: answers.append(behind.generate(many, 30)))
     thread.start()
     cluster.nodes[1].kill()
     thread.join(TIMEOUT_S)
     assert answers == [expected]
-    engine.call("forget")
-    assert engine.generate(many, 30) == expected
+    behind.call("forget")
+    assert behind.generate(many, 30) == expected
     cluster.nodes[1].start()
     cluster.wait_ready()
 
 
-@pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_a_frozen_daemon_costs_one_deadline(
-    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_a_frozen_daemon_costs_one_deadline(behind: Engine, plain: Engine, cluster: Cluster) -> None:
     many = [prompt(600 + seed, 40 + seed) for seed in range(6)]
     expected = [plain.generate([tokens])[0] for tokens in many]
-    assert until_hit(engine, many[0]) == expected[0]
+    until_hit(behind, many[0], expected[0])
     for node in cluster.nodes:
         node.freeze()
     try:
-        late = engine.call("counts")["lookups_late"]
-        assert [engine.generate([tokens])[0] for tokens in many] == expected
+        late = behind.call("counts")["lookups_late"]
+        assert [behind.generate([tokens])[0] for tokens in many] == expected
         # The first request waited for its lookup; no other one was sent.
-        assert engine.call("counts")["lookups_late"] == late + 1
+        assert behind.call("counts")["lookups_late"] == late + 1
     finally:
         for node in cluster.nodes:
             node.thaw()
-    engine.call("forget")
-    assert until_hit(engine, many[0]) == expected[0]
+    behind.call("forget")
+    until_hit(behind, many[0], expected[0])
 
 
-def test_no_hook_ever_raised(behind: Engine, waiting: Engine) -> None:
-    for engine in (behind, waiting):
-        assert "hook start_load_kv failed" not in engine.log.read_text()
-        assert tracebacks(engine) == []
+def test_no_hook_ever_raised(behind: Engine) -> None:
+    assert "hook start_load_kv failed" not in behind.log.read_text()
+    assert tracebacks(behind) == []

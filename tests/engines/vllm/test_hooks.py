@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import again, pool_of, prompt, until_hit
 from tests.engines.vllm.spoiling import tracebacks
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -31,40 +30,18 @@ CALLS = (
 """The calls of the pool that the hooks of an engine with one rank make at one node."""
 
 
-@pytest.fixture(scope="module", params=[("async", "Unreachable"), ("sync", "RuntimeError")], ids=lambda pair: pair[0])
-def engine_and_error(
-    request: pytest.FixtureRequest, start: Callable[..., Engine], cluster: Cluster
-) -> tuple[Engine, str]:
-    """An engine of each mode of loading, and the error that its calls raise: one of the pool, and one that the pool
-    never raises."""
-    load, error = request.param
-    return start({"socket": str(cluster.nodes[0].socket), "load": load, "verify": True, **PATIENT}), error
-
-
 @pytest.fixture(scope="module")
-def engine(engine_and_error: tuple[Engine, str]) -> Engine:
-    return engine_and_error[0]
+def engine(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    return start(pool_of(cluster.nodes[0], verify=True))
 
 
-def hit(engine: Engine, tokens: list[int], expected: list[int]) -> None:
-    """Repeat a prompt until the engine loads a part of it from the pool."""
-    before = engine.call("counts")["tokens_hit"]
-    until = time.monotonic() + TIMEOUT_S
-    while engine.call("counts")["tokens_hit"] == before:
-        assert time.monotonic() < until, engine.log.read_text()[-2000:]
-        assert engine.generate([tokens])[0] == expected
-        engine.call("flush")
-        engine.call("forget")
-
-
+@pytest.mark.parametrize("error", ["Unreachable", "RuntimeError"])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_error_in_a_call_of_the_pool_changes_no_token(
-    engine_and_error: tuple[Engine, str], plain: Engine, call: str
-) -> None:
-    engine, error = engine_and_error
+def test_an_error_in_a_call_of_the_pool_changes_no_token(engine: Engine, plain: Engine, call: str, error: str) -> None:
+    """One of the pool, and one that the pool never raises."""
     known, new = prompt(600, 10 + CALLS.index(call)), prompt(600, 50 + CALLS.index(call))
     (expected,), (expected_new,) = plain.generate([known]), plain.generate([new])
-    hit(engine, known, expected)
+    until_hit(engine, known, expected)
     engine.call("plant", call=call, error=error)
     try:
         for _ in range(2):
@@ -77,7 +54,7 @@ def test_an_error_in_a_call_of_the_pool_changes_no_token(
     texts = [line.split("TokenLake: ")[-1] for line in lines]
     assert len(texts) == len(set(texts)), "each line once"
     assert tracebacks(engine) == []
-    hit(engine, known, expected)
+    until_hit(engine, known, expected)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +64,9 @@ def test_malformed_parameters_of_a_request(engine: Engine, plain: Engine, params
     """Malformed parameters of a request change nothing for others."""
     tokens = prompt(600, 90)
     (expected,) = plain.generate([tokens])
-    hit(engine, tokens, expected)
-    before = engine.call("counts")
-    answer = engine.call("generate", prompts=[tokens], tokens=8, salt=None, params=params)
-    assert answer["tokens"] == [expected]
-    engine.call("forget")
-    assert engine.generate([tokens]) == [expected]
-    engine.call("forget")
-    counts = engine.call("counts")
-    assert counts["tokens_hit"] > before["tokens_hit"], "the pool is not paused"
-    assert counts["failures"] == before["failures"]
+    until_hit(engine, tokens, expected)
+    before = engine.call("counts")["failures"]
+    assert again(engine, tokens, params=params)[0] == expected
+    until_hit(engine, tokens, expected)
+    assert engine.call("counts")["failures"] == before, "the pool is not paused"
     assert "is served without its hints" in engine.log.read_text()

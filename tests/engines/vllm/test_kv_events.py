@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import pool_of, prompt
 from tests.engines.vllm.test_opaque import GUESSING
 from tests.server.kv_events.readers import Llmd, Subscriber, events_of
 from tests.server.kv_events.scene import MODEL, publishing, until
@@ -67,7 +67,7 @@ def test_a_model_whose_layout_is_known(start: Callable[..., Engine], plain: Engi
     own, node = Events(), Llmd(BLOCK)
     tokens = prompt(LENGTH, 71)
     with publishing(1, "128MiB", block_tokens=BLOCK) as (cluster, (stream,)), Subscriber(*stream.endpoints, node.take):
-        pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+        pool = pool_of(cluster.nodes[0])
         engine = start(pool, served_model_name=MODEL, kv_events=own.settings())
         check_events(engine, own, plain.generate([tokens]), tokens)
         until(CACHED, lambda: node.tokens(tokens, MODEL, stream.pod))
@@ -77,7 +77,7 @@ def test_a_model_whose_layout_is_known(start: Callable[..., Engine], plain: Engi
 def test_an_engine_whose_cache_only_vllm_understands(start: Callable[..., Engine], plain: Engine) -> None:
     own, tokens = Events(), prompt(LENGTH, 72)
     with publishing(1, "128MiB", block_tokens=BLOCK) as (cluster, _):
-        pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+        pool = pool_of(cluster.nodes[0])
         engine = start(pool, speculative_config=GUESSING, served_model_name=MODEL, kv_events=own.settings())
         check_events(engine, own, plain.generate([tokens]), tokens)
         engine.close()

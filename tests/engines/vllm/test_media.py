@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm.multimodal.hasher import MultiModalHasher
 
-from tests.engines.vllm.conftest import TINY, prompt
+from tests.engines.vllm.conftest import TINY, again, prompt
 from tests.engines.vllm.forked import refusals
 from tests.engines.vllm.scenario import Three, check_scenario, three
 from tokenlake_client.engines.vllm.request import media_digests
@@ -46,21 +47,10 @@ def engines(start: Callable[..., Engine], cluster: Cluster, pictures: Path) -> T
     return three(start, cluster, pictures, skip_tokenizer_init=False)
 
 
-def hit(engine: Engine, tokens: Sequence[int], image: int | None, name: str | None = None) -> tuple[list[int], int]:
-    """The tokens that the engine generates, without its own cache, and the number of tokens from the pool."""
-    before = engine.call("counts")["tokens_hit"]
-    assert engine.call("forget")
-    (answer,) = engine.generate([tokens], image=None if image is None else (image, name))
-    assert engine.call("flush")
-    return answer, int(engine.call("counts")["tokens_hit"] - before)
-
-
 def test_an_image(engines: Three, cluster: Cluster, pictures: Path) -> None:
     name = MultiModalHasher.hash_kwargs("blake3", model_id=str(pictures), image=image_of(1))
-    one = Three(
-        engines.plain,
-        engines.first,
-        engines.second,
+    one = replace(
+        engines,
         request={"image": (1, None)},
         identity={"extras": media_digests([Feature(name)], 256)},
         before=[TINY.vocabulary - 1] * QUERIES,
@@ -73,19 +63,19 @@ def test_equal_images_share_and_others_do_not(engines: Three) -> None:
     answers = {image: engines.plain.generate([tokens], image=(image, None))[0] for image in (2, 3)}
     assert answers[2] != answers[3]
     for image in (2, 3):
-        assert hit(engines.first, tokens, image) == (answers[image], 0)
+        assert again(engines.first, tokens, image=(image, None)) == (answers[image], 0)
     for engine in (engines.second, engines.first):
         for image in (2, 3):
-            assert hit(engine, tokens, image) == (answers[image], 768)
+            assert again(engine, tokens, image=(image, None)) == (answers[image], 768)
 
 
 def test_text_that_equals_the_places_of_an_image(engines: Three) -> None:
     """Text that equals the places of an image shares nothing with it."""
     text = [TINY.vocabulary - 1] * QUERIES + prompt(600, 71)
     expected = engines.plain.generate([text])[0]
-    hit(engines.first, prompt(600, 71), 4)
-    assert hit(engines.first, text, None) == (expected, 0)
-    assert hit(engines.second, text, None) == (expected, 768)
+    again(engines.first, prompt(600, 71), image=(4, None))
+    assert again(engines.first, text) == (expected, 0)
+    assert again(engines.second, text) == (expected, 768)
 
 
 def test_an_image_with_a_name_of_the_client(engines: Three) -> None:
@@ -94,6 +84,6 @@ def test_an_image_with_a_name_of_the_client(engines: Three) -> None:
     for engine, image in ((engines.first, 1), (engines.second, 2)):
         before = engine.call("counts")["requests_not_served"]
         expected = engines.plain.generate([tokens], image=(image, None))[0]
-        assert hit(engine, tokens, image, "my image") == (expected, 0)
+        assert again(engine, tokens, image=(image, "my image")) == (expected, 0)
         assert engine.call("counts")["requests_not_served"] == before + 1
         assert "multi_modal_uuids" in refusals(engine)[-1]

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tests.engines.vllm.forked import ForkedEngine, answers, refusals
+from tests.engines.vllm.conftest import TIMEOUT_S, TINY, pool_of, prompt, until_hit
+from tests.engines.vllm.forked import ForkedEngine
 from tests.engines.vllm.spoiling import spoil_all, tracebacks
-from tests.engines.vllm.test_starts import DECLINED
 from tests.robustness.live import wait_until
 from tokenlake_server.start.models import ModelCache
 from tokenlake_testing.cluster import Cluster
@@ -25,7 +24,6 @@ from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 60.0
 SIZES = TinyModel(vocabulary=TINY.vocabulary, hidden=128, intermediate=256, layers=4, heads=4, kv_heads=2)
 WIDE = TinyModel(vocabulary=TINY.vocabulary, hidden=256, intermediate=256, layers=4, heads=4, kv_heads=2)
 """Head dim 64: the attention of the hybrid model has blocks as large as its recurrent states."""
@@ -93,15 +91,8 @@ class Run:
         return answer.cached
 
     def until_hit(self, engine: Engine, seed: int) -> int:
-        """Repeat a prompt until the engine takes all cached tokens of it from the pool. Returns their number."""
-        until = time.monotonic() + TIMEOUT_S
-        while True:
-            engine.call("flush")
-            engine.call("forget")
-            cached = self.tokens(engine, seed)
-            if cached >= (self.case.cached or 1):
-                return cached
-            assert time.monotonic() < until, engine.log.read_text()[-2000:]
+        """Repeat a prompt until the pool supplies all of it that can be cached. Returns the number of tokens."""
+        return until_hit(engine, self.prompt(seed), self.expected[seed], self.case.cached or 1)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +110,7 @@ def run(request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pyte
     if case.draft:
         draft = str(save_tiny_model(directory / "draft", DRAFT))
         arguments["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
-    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT, "match_ms": 2000, **case.settings}
+    pool = pool_of(cluster.nodes[0], match_ms=2000, **case.settings)
     plain = ForkedEngine(model, directory / "plain.log", None, **arguments)
     first = ForkedEngine(model, directory / "first.log", {**pool, "verify": True}, **arguments)
     second = ForkedEngine(model, directory / "second.log", pool, **arguments)
@@ -255,8 +246,6 @@ def tokens_and_hit(engine: Engine, *engines: Engine) -> tuple[list[list[int]], l
     for one in (engine, *engines):
         until, cached = time.monotonic() + TIMEOUT_S, 0
         while not cached and time.monotonic() < until:
-            # vLLM's own connector hands its jobs to the backend in the next step.
-            one.generate([prompt(40, 3)])
             one.call("forget")
             answer = one.timed([prompt(1000, 1)])
             assert answer.tokens == tokens[:1]
@@ -265,30 +254,26 @@ def tokens_and_hit(engine: Engine, *engines: Engine) -> tuple[list[list[int]], l
     return tokens, hits
 
 
-def test_within_other_connectors_and_behind_vllms_own(window: Path, cluster: Cluster, tmp_path: Path) -> None:
-    """Both share with each other: they find the same layout. The first is told of the ranks' caches in its first
-    step."""
-    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "within", **PATIENT}
-    spec = {"spec_name": "TokenLakeOffloadingSpec", "spec_module_path": "tokenlake_client.engines.vllm.offloading.spec"}
-    recompute = {"kv_load_failure_policy": "recompute"}
-    own = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None, **recompute}
-    within = ForkedEngine(window, tmp_path / "within.log", [pool], transfer=recompute)
-    behind = ForkedEngine(window, tmp_path / "behind.log", pool | spec, transfer=own)
+def test_within_other_connectors(window: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """It shares with an engine that has one connector: they find the same layout."""
+    pool: dict[str, Any] = pool_of(cluster.nodes[0], salt="within")
+    within = ForkedEngine(window, tmp_path / "within.log", [pool], transfer={"kv_load_failure_policy": "recompute"})
+    alone = ForkedEngine(window, tmp_path / "alone.log", pool)
     plain = ForkedEngine(window, tmp_path / "plain.log", None)
     try:
         expected = plain.generate([prompt(1000, 1), prompt(600, 2)])
-        assert tokens_and_hit(within, behind) == (expected, [True, True])
-        for engine in (within, behind):
+        assert tokens_and_hit(within, alone) == (expected, [True, True])
+        for engine in (within, alone):
             assert tracebacks(engine) == []
     finally:
-        for engine in (within, behind, plain):
+        for engine in (within, alone, plain):
             engine.close()
 
 
 @pytest.mark.alone
 def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
     """Each fills its shard of a segment. The ranks spin on all processors, so that lookups take long."""
-    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": "ranks", **PATIENT}
+    pool: dict[str, Any] = pool_of(cluster.nodes[0], salt="ranks")
     ranks = {
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -312,24 +297,3 @@ def test_two_ranks(window: Path, cluster: Cluster, tmp_path: Path) -> None:
         assert tracebacks(engine) == []
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings", "reason"),
-    [
-        ({"prefix_caching_hash_algo": "xxhash"}, {}, "'prefix_caching_hash_algo' is 'xxhash'"),
-        ({"load_format": "dummy"}, {}, "'load_format' is 'dummy'"),
-    ],
-)
-def test_what_cannot_be_identified_runs_without_the_pool(
-    window: Path, cluster: Cluster, tmp_path: Path, arguments: dict[str, Any], settings: dict[str, Any], reason: str
-) -> None:
-    pool: dict[str, Any] = {"socket": str(cluster.nodes[0].socket), "salt": reason, **PATIENT, **settings}
-    before = cluster.nodes[0].metrics()[DECLINED]
-    engine = ForkedEngine(window, tmp_path / "log", pool, **arguments)
-    (first, _), (again, _) = answers(engine, [prompt(700, 1), prompt(300, 2)])
-    assert first == again
-    (said,) = refusals(engine)
-    assert reason in said
-    assert cluster.nodes[0].metrics()[DECLINED] == before + 1
-    assert said in cluster.nodes[0].log.read_text(), "operators of the daemon see it too"

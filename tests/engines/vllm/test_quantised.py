@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tests.engines.vllm.conftest import TINY, pool_of, prompt
 from tests.engines.vllm.scenario import Three, check_scenario, three
 from tokenlake.layout import Layout
 from tokenlake_testing.cluster import Cluster
@@ -54,7 +54,7 @@ def test_engines_of_other_kinds_share_nothing(
     start: Callable[..., Engine], cluster: Cluster, weights: Three, cache: Three
 ) -> None:
     """Weights as in the file, quantised in the file, and quantised while they are loaded, and caches of three kinds."""
-    pool = {"socket": str(cluster.nodes[0].socket), **PATIENT}
+    pool = pool_of(cluster.nodes[0])
     online = {"dtype": "bfloat16", "quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e5m2"}
     tokens = prompt(800, 30)
     for engine in (weights.first, cache.first, start(pool), start(pool, **online)):

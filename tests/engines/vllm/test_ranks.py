@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, metrics_of, prompt
+from tests.engines.vllm.conftest import metrics_of, pool_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -22,13 +22,11 @@ HITS = 0 + 384 + 512 + 512 + 1280
 """The tokens that one rank finds when all segments were stored."""
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_two_ranks_and_one_rank_share(load: str, start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> None:
+def test_two_ranks_and_one_rank_share(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> None:
     expected = [plain.generate([tokens])[0] for tokens in PROMPTS]
     longer = [tokens + prompt(600, 9) for tokens in PROMPTS]
     expected_longer = [plain.generate([tokens])[0] for tokens in longer]
-    # Each mode of loading has its own salt.
-    pool = {"socket": str(cluster.nodes[0].socket), "load": load, "salt": load, **PATIENT}
+    pool = pool_of(cluster.nodes[0], salt="ranks")
     before = cluster.totals()["tokenlake_stored_segments_total"]
     two = start(pool, tensor_parallel_size=2, environment=TWO_RANKS, disable_log_stats=False)
     assert [two.generate([tokens])[0] for tokens in PROMPTS] == expected

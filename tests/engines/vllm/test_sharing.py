@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.vllm.conftest import DEADLINES, PATIENT, TINY, prompt
+from tests.engines.vllm.conftest import DEADLINES, TINY, again, pool_of, prompt
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def vllm(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+    return start(pool_of(cluster.nodes[0]))
 
 
 def beside(model: Path, cluster: Cluster, options: EngineOptions | None = None) -> TokenLakeEngine:
@@ -35,12 +35,6 @@ def greedy(engine: TokenLakeEngine, tokens: Sequence[int]) -> list[int]:
     ids: Any = torch.tensor([list(tokens)])
     output: list[int] = engine.generate(ids, max_new_tokens=8, do_sample=False)[0, len(tokens) :].tolist()
     return output
-
-
-def test_one_directory_is_one_layout(model: Path, vllm: Engine, cluster: Cluster) -> None:
-    with beside(model, cluster) as other:
-        assert other.layout is not None
-        assert other.layout.encode().hex() == vllm.call("layout")
 
 
 def test_transformers_reads_what_vllm_wrote(model: Path, vllm: Engine, cluster: Cluster) -> None:
@@ -57,9 +51,7 @@ def test_vllm_reads_what_transformers_wrote(model: Path, vllm: Engine, cluster: 
     with beside(model, cluster) as other:
         expected = greedy(other, tokens)
         assert other.flush(20)
-    before = vllm.call("counts")["tokens_hit"]
-    assert vllm.generate([tokens])[0] == expected
-    assert vllm.call("counts")["tokens_hit"] - before == 768
+    assert again(vllm, tokens) == (expected, 768)
 
 
 def test_other_weights_or_another_segment_length_share_nothing(

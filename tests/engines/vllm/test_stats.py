@@ -1,10 +1,9 @@
-"""The connector's counts on vLLM's metrics page: through vLLM's classes for stats, and of a whole engine."""
+"""The connector's counts on vLLM's metrics page, through vLLM's classes for stats."""
 
 from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -15,12 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, metrics_of, prompt
 from tokenlake_client.engines.vllm import TokenLakeConnector
 from tokenlake_client.engines.vllm.counters import COUNTS, TIMES
 from tokenlake_client.engines.vllm.stats import TokenLakeStats
-from tokenlake_testing.cluster import Cluster, parse_metrics
-from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.cluster import parse_metrics
 from tokenlake_testing.vllm_engine import transfer_of
 
 SOURCE = "vllm:tokenlake_prompt_tokens_total"
@@ -54,10 +51,9 @@ def test_every_count_has_a_series_from_the_start() -> None:
     series = page.series()
     assert set(series.values()) == {0.0}
     for count in COUNTS.values():
-        if count.series:
-            name, _, label = count.series.partition("{")
-            found = [key for key in series if key.startswith(f"{name}{{") and label.rstrip("}") in key]
-            assert len(found) == 2, "one for each engine"
+        name, _, label = count.series.partition("{")
+        found = [key for key in series if key.startswith(f"{name}{{") and label.rstrip("}") in key]
+        assert len(found) == 2, "one for each engine"
     for name in TIMES:
         assert series[f'vllm:tokenlake_{name}_count{{engine="1",model_name="m"}}'] == 0
 
@@ -135,58 +131,3 @@ def test_within_multi_connector() -> None:
     stats = MultiConnector.build_kv_connector_stats(sent)
     assert stats is not None
     assert stats.reduce() == {"TokenLakeConnector": {"requests": 2, "tokens_hit_remote": 256}}
-
-
-# -- a whole engine
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(2, "128MiB", "16MiB", **PATIENT_NODES) as running:
-        yield running
-
-
-@pytest.mark.live
-@pytest.mark.timeout(300)
-def test_the_page_of_an_engine(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> None:
-    """Each token of a prompt has one source, and the page has the counts of both sides of the connector."""
-    here, there = (str(node.socket) for node in cluster.nodes)
-    engine = start({"socket": here, **PATIENT}, disable_log_stats=False)
-    other = start({"socket": there, **PATIENT})
-    far, new = prompt(700, 1), prompt(600, 2)
-    expected = [plain.generate([tokens])[0] for tokens in (far, new)]
-    assert other.generate([far])[0] == expected[0]
-    assert other.call("flush")
-    # From the other node; computed; from vLLM's own cache; from this node; too short for a segment.
-    for tokens, answer in zip((far, new, new), (*expected, expected[1]), strict=True):
-        assert engine.generate([tokens])[0] == answer
-        assert engine.call("flush")
-    assert engine.call("forget")
-    assert engine.generate([new])[0] == expected[1]
-    engine.generate([prompt(40, 3)])
-
-    page, counts = metrics_of(engine), engine.call("counts")
-    for name, count in COUNTS.items():
-        if count.series and name != "hook_seconds":
-            assert page[count.series] == pytest.approx(counts[name]), name
-    local = page[f'{SOURCE}{{source="vllm_cache"}}']
-    assert local > 0
-    assert {name: value for name, value in page.items() if name.startswith(SOURCE)} == {
-        f'{SOURCE}{{source="{source}"}}': tokens
-        for source, tokens in {
-            "vllm_cache": local,
-            "this_node": 512,
-            "other_nodes": 512,
-            "skipped_by_cost": 0,
-            "not_found": 700 + 3 * 600 - local - 1024,
-            "not_asked": 40,
-        }.items()
-    }
-    assert page["vllm:tokenlake_lookup_wait_seconds_count"] == 4
-    assert page["vllm:tokenlake_copy_seconds_count"] == 2
-    assert page["vllm:tokenlake_fetch_seconds_count"] == 1
-    # vLLM's own metrics count the same tokens.
-    cached = "vllm:prompt_tokens_cached_by_source_total"
-    tiers = {"device": local, "host": 512, "p2p": 512, "external_unspecified": 0, "disk": 0}
-    assert {tier: page[f'{cached}{{source="{tier}"}}'] for tier in tiers} == tiers
-    assert page["vllm:external_prefix_cache_hits_total"] == 1024

@@ -1,4 +1,4 @@
-"""The tokens that a daemon counts are those of vLLM's own counters, of both connectors."""
+"""The tokens that a daemon counts are those of vLLM's own counters and of the connector, of both kinds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, PATIENT_NODES, metrics_of, prompt
+from tests.engines.vllm.conftest import PATIENT_NODES, metrics_of, pool_of, prompt
 from tests.engines.vllm.test_opaque import SIZES
+from tokenlake_client.engines.vllm.counters import COUNTS, TIMES
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_mistral, save_sliding_window
@@ -27,15 +28,30 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
+def check_pages(pages: list[dict[str, float]], counts: list[dict[str, float]]) -> None:
+    """Each token of a prompt has one source, the page has the counts of both sides of a connector, and vLLM counts the
+    same."""
+    for page, count in zip(pages, counts, strict=True):
+        for name, each in COUNTS.items():
+            if each.series and name != "hook_seconds":
+                assert page[each.series] == pytest.approx(count[name]), name
+        prompts = {name: value for name, value in page.items() if name.startswith("vllm:tokenlake_prompt_tokens_total")}
+        assert sum(prompts.values()) == page["vllm:prefix_cache_queries_total"]
+        tiers = {"device": "vllm_cache", "host": "this_node", "p2p": "other_nodes"}
+        for tier, source in tiers.items():
+            cached = page[f'vllm:prompt_tokens_cached_by_source_total{{source="{tier}"}}']
+            assert cached == prompts[f'vllm:tokenlake_prompt_tokens_total{{source="{source}"}}']
+        for name in TIMES:
+            assert page[f"vllm:tokenlake_{name}_count"] > 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_count_the_same_tokens(
     start: Callable[..., Engine], cluster: Cluster, model: Path, tmp_path: Path, family: str
 ) -> None:
     save = FAMILIES[family]
     path = save(tmp_path / "model", SIZES) if save is not None else model
-    engines = [
-        start({"socket": str(node.socket), **PATIENT}, model=path, disable_log_stats=False) for node in cluster.nodes
-    ]
+    engines = [start(pool_of(node), model=path, disable_log_stats=False) for node in cluster.nodes]
     first, second = engines
     far, new = prompt(1000, 1), prompt(800, 2)
     # vLLM asks a connector of opaque segments for a prompt only while its own cache lacks a whole chunk of it.
@@ -78,6 +94,7 @@ def test_both_count_the_same_tokens(
         "supplied": vllm("external_prefix_cache_hits"),
     }
     if family == "known layout":
+        check_pages(pages, [engine.call("counts") for engine in engines])
         series = 'vllm:prompt_tokens_cached_by_source_total{source="p2p"}'
         expected["remote"] = int(sum(page[series] for page in pages))
     assert min(expected.values()) > 0, expected

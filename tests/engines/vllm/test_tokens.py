@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import again, pool_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -28,15 +28,15 @@ HITS = sum(loadable(length) for length in LENGTHS)
 
 @pytest.fixture(scope="module")
 def first(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """An engine that loads in the background. Its cache is small, and a step is shorter than two segments."""
-    pool = {"socket": str(cluster.nodes[0].socket), "load": "async", **PATIENT}
+    """Its cache is small, and a step is shorter than two segments."""
+    pool = pool_of(cluster.nodes[0])
     return start(pool, num_gpu_blocks_override=40, max_num_batched_tokens=320)
 
 
 @pytest.fixture(scope="module")
 def second(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """An engine whose steps wait for their loads."""
-    return start({"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True, **PATIENT})
+    """An engine that verifies its reads."""
+    return start(pool_of(cluster.nodes[0], verify=True))
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,6 @@ def expected(plain: Engine) -> list[list[int]]:
 
 def one_by_one(engine: Engine) -> list[list[int]]:
     return [engine.generate([tokens])[0] for tokens in PROMPTS]
-
-
-def hits(engine: Engine) -> float:
-    return float(engine.call("counts")["tokens_hit"])
 
 
 def test_cold_and_warm(first: Engine, expected: list[list[int]]) -> None:
@@ -73,12 +69,12 @@ def test_vllms_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -
     assert first.call("forget")
     # One block of the first segment is found locally, so the load begins in the middle of it.
     assert first.generate([longer[:200]]) == plain.generate([longer[:200]])
-    before = hits(first)
+    before = first.call("counts")["tokens_hit"]
     assert first.generate([longer]) == expected
-    assert hits(first) - before == 2048 - 128
+    assert first.call("counts")["tokens_hit"] - before == 2048 - 128
 
 
-def test_another_process_that_waits_for_its_loads(second: Engine, expected: list[list[int]]) -> None:
+def test_another_process(second: Engine, expected: list[list[int]]) -> None:
     assert one_by_one(second) == expected
     counts = second.call("counts")
     assert (counts["tokens_hit"], counts["failures"], counts["loads_failed"]) == (HITS, 0, 0)
@@ -105,35 +101,16 @@ def test_segments_completed_by_decode(first: Engine, second: Engine, plain: Engi
     assert answer == plain.generate([question], 400)[0]
     assert first.call("flush")
     follow_up = question + answer + prompt(20, 8)
-    before = hits(second)
-    assert second.generate([follow_up]) == plain.generate([follow_up])
     # 200 + 400 tokens, of which the last one was never fed to the model: two segments.
-    assert hits(second) - before == 2 * SEGMENT
-
-
-def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: Engine, plain: Engine) -> None:
-    """The step that loads the prefix also computes the suffix, which is stored only after the outcome of the load."""
-    longer = PROMPTS[-1] + prompt(800, 2)
-    expected = plain.generate([longer])
-    assert second.generate([longer]) == expected
-    assert second.call("flush")
-    assert first.call("forget")
-    before = hits(first)
-    assert first.generate([longer]) == expected
-    assert hits(first) - before == loadable(len(longer))
+    assert again(second, follow_up) == (plain.generate([follow_up])[0], 2 * SEGMENT)
 
 
 def test_two_salts_share_nothing(first: Engine, plain: Engine) -> None:
     tokens = prompt(600, 77)
-    expected = plain.generate([tokens])
-    for salt in ("a", "b"):
-        before = hits(first)
-        assert first.generate([tokens], salt=salt) == expected
-        assert hits(first) == before
-        assert first.call("flush")
-    assert first.call("forget")
-    assert first.generate([tokens], salt="a") == expected
-    assert hits(first) - before == 512
+    (expected,) = plain.generate([tokens])
+    assert [again(first, tokens, salt=salt) for salt in ("a", "b", "a")] == [
+        (expected, cached) for cached in (0, 0, 512)
+    ]
 
 
 def test_after_a_restart_of_the_engine(start: Callable[..., Engine], cluster: Cluster, second: Engine) -> None:
@@ -141,6 +118,5 @@ def test_after_a_restart_of_the_engine(start: Callable[..., Engine], cluster: Cl
     expected = [second.generate([one])[0] for one in tokens]
     assert second.call("flush")
     second.close()
-    again = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
-    assert [again.generate([one])[0] for one in tokens] == expected
-    assert hits(again) == 3 * 768
+    restarted = start(pool_of(cluster.nodes[0]))
+    assert [again(restarted, one) for one in tokens] == [(answer, 768) for answer in expected]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.conftest import pool_of, prompt
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def engines(start: Callable[..., Engine], cluster: Cluster) -> list[Engine]:
     """One engine on each node; each step computes a small part of a prompt."""
-    both = [start({"socket": str(node.socket), **PATIENT}, max_num_batched_tokens=128) for node in cluster.nodes]
+    both = [start(pool_of(node), max_num_batched_tokens=128) for node in cluster.nodes]
     for engine in both:
         engine.generate([prompt(600, 1)])
     return both

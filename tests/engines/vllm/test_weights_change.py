@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.engines.vllm.conftest import DEADLINES, PATIENT, TINY, prompt
+from tests.engines.vllm.conftest import DEADLINES, TINY, again, pool_of, prompt
 from tests.engines.vllm.forked import ForkedEngine
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
@@ -39,17 +39,13 @@ def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 @pytest.fixture(scope="module")
 def changing(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+    return start(pool_of(cluster.nodes[0]))
 
 
 @pytest.fixture(scope="module")
 def steady(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     """An engine that keeps the initial weights."""
-    return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
-
-
-def hits(engine: Engine) -> float:
-    return float(engine.call("counts")["tokens_hit"])
+    return start(pool_of(cluster.nodes[0]))
 
 
 @pytest.mark.parametrize("how", ["reset", "sleep"])
@@ -59,24 +55,16 @@ def test_new_weights_give_their_own_tokens(
     changing.call("reset", how="reset")
     changing.call("reload", directory=str(model), version=None)
     tokens = prompt(800, 10 + len(how))
-    old = changing.generate([tokens])[0]
-    steady.generate([tokens])
-    for engine in (changing, steady):
-        assert engine.call("flush")
-        assert engine.call("forget")
-    new = fresh.generate([tokens])[0]
+    (old,), new = changing.generate([tokens]), fresh.generate([tokens])[0]
     assert new != old
-    before = hits(changing), hits(steady)
+    steady.generate([tokens])
+    assert changing.call("flush")
     assert changing.call("reset", how=how)
     changing.call("reload", directory=str(trained), version=None)
-    assert changing.generate([tokens])[0] == new
-    assert hits(changing) == before[0], "a segment of the old weights was loaded"
-    assert changing.call("flush")
-    assert changing.call("forget")
-    assert changing.generate([tokens])[0] == new
-    assert hits(changing) - before[0] == HIT
-    assert steady.generate([tokens])[0] == old
-    assert hits(steady) - before[1] == HIT, "other engines keep the segments of the old weights"
+    answer = changing.timed([tokens])
+    assert (answer.tokens[0], answer.cached) == (new, 0), "a segment of the old weights was loaded"
+    assert again(changing, tokens) == (new, HIT)
+    assert again(steady, tokens) == (old, HIT), "other engines keep the segments of the old weights"
     assert changing.call("counts")["failures"] == 0
 
 
@@ -85,13 +73,10 @@ def test_engines_with_the_same_version_share(
 ) -> None:
     tokens = prompt(800, 50)
     expected = fresh.generate([tokens])[0]
-    before = hits(steady)
-    for engine in (changing, steady):
+    for engine, hit in ((changing, 0), (steady, HIT)):
         assert engine.call("reset", how="reset")
         engine.call("reload", directory=str(trained), version="step 100")
-        assert engine.generate([tokens])[0] == expected
-        assert engine.call("flush")
-    assert hits(steady) - before == HIT
+        assert again(engine, tokens) == (expected, hit)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with TokenLakeEngine(loaded, cluster.nodes[0].socket, EngineOptions(deadlines=DEADLINES)) as other:
         weights = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict()
@@ -101,9 +86,7 @@ def test_engines_with_the_same_version_share(
         assert other.generate(ids, max_new_tokens=8, do_sample=False)[0, 800:].tolist() == expected
         assert other.counts.tokens_hit == HIT
     assert changing.call("reset", how="reset")
-    before = hits(changing)
-    assert changing.generate([tokens])[0] == expected
-    assert hits(changing) == before, "a version holds until the next reset"
+    assert again(changing, tokens) == (expected, 0), "a version holds until the next reset"
 
 
 def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine, steady: Engine) -> None:
@@ -113,9 +96,7 @@ def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine
         engine.generate([prompt(300, 61)])
         # vLLM's own cache may hold results of other weights.
         engine.call("reload", directory=str(trained), version="step 200")
-        before = hits(engine)
-        engine.generate([tokens])
-        assert hits(engine) == before
+        assert engine.timed([tokens]).cached == 0
         assert engine.call("flush")
     assert "step 200" in steady.log.read_text()
 
@@ -130,10 +111,6 @@ def test_a_running_request_stores_nothing_wrong(
     answer = changing.call("interrupted", prompt=question, tokens=300, directory=str(trained), preempt=preempt)
     assert len(answer["tokens"]) == 300
     assert answer["reset"] is preempt, "vLLM keeps its own cache while a request has blocks"
-    assert changing.call("flush")
     # The last token has no cache; the stored segments of the others are loaded.
     longer = question + answer["tokens"] + prompt(20, 72)
-    assert changing.call("forget")
-    before = hits(changing)
-    assert changing.generate([longer])[0] == fresh.generate([longer])[0]
-    assert hits(changing) - before == (HIT if preempt else 0)
+    assert again(changing, longer) == (fresh.generate([longer])[0], HIT if preempt else 0)

@@ -19,7 +19,6 @@ from tests.robustness.live import (
     store,
     total,
     wait_told,
-    wait_until,
 )
 from tests.server.control.scene import local
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, MembershipRefused, Refused
@@ -130,19 +129,6 @@ def test_a_static_list_has_no_member_to_drain_or_remove(two: Cluster) -> None:
     assert "asked for the drain of node 'node0': refused:" in logged
     assert "asked for the removal of node 'node1': refused:" in logged
     assert ": accepted" not in logged
-
-
-def test_the_log_level(two: Cluster) -> None:
-    node = two.nodes[0]
-    with two.connect(0, LAYOUT) as pool, local(node) as control:
-        assert control.set_log_level("debug") == "info"
-        keys = pool.prefix(Prompt(51, 1).tokens).keys
-        pool.match(keys, MatchOptions(request="seen in the log"), deadline_s=2.0).release()
-        wait_until(lambda: "seen in the log" in node.log.read_text(), "a line of level debug")
-        assert control.set_log_level("info") == "debug"
-        for level, logger in (("loud", ""), ("debug", "grpc")):
-            with pytest.raises(Refused, match="expected one"):
-                control.set_log_level(level, logger)
 
 
 def test_the_engines_by_layout(two: Cluster) -> None:

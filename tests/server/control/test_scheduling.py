@@ -49,7 +49,7 @@ def measured() -> Rates:
         rates.prefill.add(100 * number, 0, 0.01 * number, 0.0)
         rates.decode.add(number, 100, 0.001 * number, 0.0)
         rates.peer(NodeId("node1")).fetch.add(1 << 20, 0.002, 0.0)
-    rates.answer_tokens.add(7, 0.0)
+    rates.answer_tokens.add(7)
     return rates
 
 

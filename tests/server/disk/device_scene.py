@@ -26,6 +26,8 @@ from tokenlake_server.start.standing_orders import StandingOrders
 E = TypeVar("E")
 REGION_BYTES = 16 << 20
 DEADLINE_S = 30.0
+DISK = "/dev/null/disk"
+"""The path of the device: its orders cannot be written there."""
 QUICK = Patience(
     slow_s=0.5, errors=3, check_s=0.02, most_check_s=0.05, sync_s=0.02, capacity_s=0.05, probe_bytes=2 << 20
 )
@@ -160,7 +162,7 @@ class Scene:
 
 def no_orders() -> StandingOrders:
     """Orders without files that can be written."""
-    return StandingOrders(Path("/dev/null/orders"))
+    return StandingOrders(Path("/dev/null/orders"), [DISK])
 
 
 @contextmanager
@@ -176,7 +178,7 @@ def served(
     around = Surroundings(
         "c", "node", keys or DiskKeys(), scene.arena, scene.post, scene.deliver, Contents(), orders or no_orders()
     )
-    scene.device = Device(0, "/disk", limit, open_files, around, patience)
+    scene.device = Device(0, DISK, limit, open_files, around, patience)
     scene.device.start()
     try:
         yield scene

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import wait_until
-from tests.server.disk.device_scene import QUICK, Scene, served
-from tests.server.disk.medium import Medium, MediumFiles
+from tests.server.disk.device_scene import DISK, QUICK, Scene, served
+from tests.server.disk.medium import Inode, Medium, MediumFiles
 from tests.server.disk.scene import bytes_of, entry
 from tokenlake.core import events
 from tokenlake.disk.places import SLAB_BYTES, Place, slab_bytes, unpack_places
@@ -24,7 +24,7 @@ from tokenlake.wire import Code
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.store import OWN_BYTES
-from tokenlake_server.start.standing_orders import Drop, StandingOrders
+from tokenlake_server.start.standing_orders import StandingOrders
 
 LOCAL, LOST, COMMITTED, BAD = Code.LOCAL, Code.LOST, Code.COMMITTED, Code.BAD_CHECKSUM
 SEGMENTS = [entry(number, number) for number in range(5)]
@@ -330,7 +330,7 @@ def test_all_files_stay_within_the_limit(tmp_path: Path) -> None:
 
 
 def orders_at(path: Path) -> StandingOrders:
-    orders = StandingOrders(path)
+    orders = StandingOrders(path / "home", [DISK])
     orders.load()
     return orders
 
@@ -344,8 +344,11 @@ def test_erased_segments_are_never_found_again() -> None:
         table = bytes(medium.names["table-00000"].content)
         assert scene.erased(SEGMENTS[:3]) == bytes([COMMITTED]) * 3
     medium.lose_power(random.Random(0))
+    kept = {name: bytes(inode.content) for name, inode in medium.names.items()}
     for content in (table, b"", bytes(len(table))):
-        medium.names["table-00000"].content[:] = content
+        for name, data in {**kept, "table-00000": content}.items():
+            medium.names[name] = Inode()
+            medium.names[name].content[:] = data
         with served(lambda: small(medium)) as scene:
             recovered(scene)
             assert scene.read(SEGMENTS[:3]) == bytes([BAD]) * 3
@@ -374,39 +377,36 @@ def test_segments_are_erased_where_there_is_no_space() -> None:
         assert len(recovered(scene)) == 2
 
 
-@pytest.mark.parametrize("keys", [(), (0, 1, 2)])
-async def test_removals_wait_for_a_device_that_is_set_aside(keys: tuple[int, ...], tmp_path: Path) -> None:
-    """Nothing is found before they are carried out, by a later daemon too."""
+async def test_an_eviction_empties_a_device_that_is_set_aside(tmp_path: Path) -> None:
+    """Nothing is found before, by a later daemon too."""
     medium = Medium()
     trouble = Trouble(medium)
-    orders = orders_at(tmp_path / "orders")
-    drop = Drop("default", 0, b"".join(SEGMENTS[at].key for at in keys))
+    orders = orders_at(tmp_path)
     with served(lambda: small(medium), orders=orders) as scene:
         scene.wait(events.DiskRecovered)
         scene.written(SEGMENTS)
         trouble.error = errno.EROFS
         scene.read(SEGMENTS)
         scene.wait(events.DiskGone)
-        orders.drop("/disk", drop)
+        orders.evict([scene.device.path])
         assert scene.device.remove()
     await orders.save()
     trouble.operations = ("write", "size", "sync", "remove")
-    orders = orders_at(tmp_path / "orders")
+    orders = orders_at(tmp_path)
     with served(lambda: small(medium), orders=orders) as scene:
         wait_until(lambda: bool(scene.device.state.problem), "a problem")
-        assert not scene.of(events.DiskFound)
         trouble.error = None
-        assert len(recovered(scene)) == (2 if keys else 0)
-        assert not orders.drops("/disk")
+        assert not recovered(scene)
+        assert orders.clean(scene.device.path)
 
 
-def test_removals_set_a_device_in_use_aside(tmp_path: Path) -> None:
+def test_an_eviction_sets_a_device_in_use_aside(tmp_path: Path) -> None:
     medium = Medium()
-    orders = orders_at(tmp_path / "orders")
+    orders = orders_at(tmp_path)
     with served(lambda: small(medium), orders=orders) as scene:
         scene.wait(events.DiskRecovered)
         scene.written(SEGMENTS)
-        orders.drop("/disk", Drop("default"))
+        orders.evict([scene.device.path])
         assert scene.device.remove() == ""
         scene.wait(events.DiskGone)
         scene.wait(events.DiskRecovered, 2)

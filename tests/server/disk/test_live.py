@@ -11,11 +11,9 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
-    PATIENT,
     PATIENT_S,
     Prompt,
     daemons,
-    match,
     outcomes,
     read,
     total,
@@ -23,9 +21,8 @@ from tests.robustness.live import (
 )
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_server.disk.directory import survey
-from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.disk_keys import keys_on_disk
 from tokenlake_testing.event_log import replay
 
 pytestmark = pytest.mark.live
@@ -104,10 +101,10 @@ def test_segments_on_disk_outlive_kills(tmp_path: Path) -> None:
             with cluster.connect(0, LAYOUT) as pool:
                 for prompt in prompts:
                     store(pool, prompt)
-                wait_until(lambda: segments(tmp_path) > 100, "some are on disk")
+                wait_until(lambda: len(keys_on_disk(tmp_path)) > 100, "some are on disk")
             cluster.nodes[1].stop()
             node.kill()
-            on_disk = segments(tmp_path)
+            on_disk = len(keys_on_disk(tmp_path))
             cluster.nodes[1].start()
             started(cluster)
             with cluster.connect(reader, LAYOUT) as pool:
@@ -119,32 +116,3 @@ def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
         started(cluster)
         with pytest.raises(Exception, match="a directory that no other process uses; process [0-9]+ does"):
             daemons(disk=str(tmp_path)).__enter__()
-
-
-def segments(path: Path) -> int:
-    """The segments in the index of a directory."""
-    files = DirectoryFiles(path, lock=False)
-    try:
-        return sum(len(each.stored) for each in survey(files))
-    finally:
-        files.close()
-
-
-def test_one_changed_bit_of_a_table_costs_no_segment(tmp_path: Path) -> None:
-    with Cluster(1, "8MiB", "1MiB", disk=f"{tmp_path}:64MiB") as cluster:
-        cluster.deadlines, node, prompt = PATIENT, cluster.nodes[0], Prompt(1, SEGMENTS)
-        node.wait_disk()
-        with cluster.connect(0, LAYOUT) as pool:
-            store(pool, prompt)
-        node.stop()
-        table = tmp_path / "table-00000"
-        data = bytearray(table.read_bytes())
-        data[4096 + 128 * 3 + 20] ^= 1
-        table.write_bytes(data)
-        node.start()
-        cluster.wait_ready()
-        node.wait_disk()
-        wait_until(lambda: total(node, "tokenlake_disk_restored_segments") == 1, "one record is restored")
-        with cluster.connect(0, LAYOUT) as pool, match(pool, prompt, 2.0) as lease:
-            assert lease.hits == SEGMENTS
-            assert prompt.wrong(lease.fetch(deadline_s=5.0)) == 0

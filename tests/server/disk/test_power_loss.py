@@ -113,7 +113,6 @@ def run(seed: int) -> Run:
     files = MediumFiles(state.medium)
     store = DiskStore(files)
     found = [each for part in store.open("cluster", "node", state.keys) for each in entries(part)]
-    assert not store.aside
     state.check(store, found, SegmentIO(state.keys))
     return state
 

@@ -99,6 +99,7 @@ class Pair:
 
     def __init__(self, size: int, count: int, shards: int, make: Callable[[str], Any] | None) -> None:
         self.owner, self.reader = Node("owner", make), Node("reader", make)
+        self.receiver: BulkReceiver
         self.keys = [bytes([number]) * 32 for number in range(count)]
         self.shards = shards
         assert RegionShape(REGION, size).slots >= count
@@ -129,7 +130,7 @@ class Pair:
         return self._fetches
 
     def abort(self, fetch: int) -> None:
-        self.reader.sinks[AbortFetch](AbortFetch(fetch))
+        self.receiver.abort(AbortFetch(fetch))
 
     def end(self, fetch: int) -> FetchDone:
         """Wait for the end of a fetch. What it reports as LOCAL has the right bytes."""
@@ -167,7 +168,9 @@ def pair(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_accept, args=(listener, made.owner, sender), daemon=True).start()
         addresses = PeerAddresses({"owner": Address(*listener.getsockname())})
-        receiver = BulkReceiver(reader.identity, addresses, reader.arena, reader, transports=reader.transports)
+        receiver = made.receiver = BulkReceiver(
+            reader.identity, addresses, reader.arena, reader, transports=reader.transports
+        )
         try:
             if made.reader.nixl is not None and made.owner.nixl is not None:
                 made.owner.nixl.tell = made.introduce
@@ -192,4 +195,4 @@ def _accept(listener: socket.socket, owner: Node, sender: BulkSender) -> None:
             sock.sendall(pack_frame(Acceptor(owner.identity, hello, bytes(NONCE_BYTES)).challenge))
             read_frame(sock, peer.HANDSHAKE_BYTES)
             sock.sendall(pack_frame(peer.PeerWelcome()))
-            sender.adopt(sock, hello, b"", None)
+            sender.adopt(sock, hello, None)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 
 from tokenlake.core.cluster.peers import Peer, Peers
-from tokenlake.core.context import Context, KnownAccess
+from tokenlake.core.context import Context, KnownAccess, Part
 from tokenlake.directory.entries import Directory, Entry
 from tokenlake.directory.ring import Ring
 from tokenlake.hints import AccessRecord
@@ -51,7 +51,7 @@ _CHANGE = NodeId("")
 """Name of the walk of a change of the ring, which is for all nodes."""
 
 
-class DirectoryNode:
+class DirectoryNode(Part):
     """Owns this node's directory: answers from it, changes it by messages of other nodes, and tells other directory
     nodes which segments this node owns."""
 
@@ -144,6 +144,16 @@ class DirectoryNode:
             return Code.PENDING, None
         return (Code.MISSING, None) if mine else (Code.ELSEWHERE, entry.node)
 
+    def copies_of(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[list[NodeId]]:
+        """Returns, for each segment, the other nodes that may have a copy of it and deliver segments, the most likely
+        first: the owner according to this node's directory, then the two candidates of the key."""
+        delivering = {peer.node for peer in self._peers if peer.delivers}
+        pairs = zip(self.answers(tenant, keys), self._context.ring.candidates(join_keys(keys)), strict=True)
+        return [
+            [node for node in dict.fromkeys((named, *pair)) if node is not None and node in delivering]
+            for (_, named), pair in pairs
+        ]
+
     def recorded_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
         """The owner of the segment according to the directory, whether or not it can be reached; None where no node
         owns it."""
@@ -154,30 +164,28 @@ class DirectoryNode:
 
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Tell the directory nodes of `keys` that an engine of this node computes them, for at most `seconds`."""
-        for key in self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds)):
-            self.set_marker(self._context.node, tenant, key, seconds)
+        own = self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds))
+        self.set_markers(self._context.node, tenant, own, seconds)
 
     def announced(self, node: NodeId, message: wire.MarkInFlight) -> None:
         """Set the in-flight markers that `node` announces: its engines compute these segments."""
-        for key in split_keys(message.keys):
-            self.set_marker(node, TenantId(message.tenant), key, message.deadline_s)
+        self.set_markers(node, TenantId(message.tenant), split_keys(message.keys), message.deadline_s)
 
-    def set_marker(self, node: NodeId, tenant: TenantId, key: SegmentKey, seconds: float) -> None:
-        """Set an in-flight marker: an engine of `node` computes the segment, for at most `seconds`. It has no effect
+    def set_markers(self, node: NodeId, tenant: TenantId, keys: Iterable[SegmentKey], seconds: float) -> None:
+        """Set in-flight markers: engines of `node` compute the segments, for at most `seconds`. They have no effect
         where the segment exists or another node's marker stands."""
         deadline = self._context.now + min(self._context.config.reservation_s, seconds)
         if deadline > self._context.now:
-            self._directory.mark(tenant, key, node, self._incarnation(node), deadline, self._context.now)
+            self._directory.mark(tenant, keys, node, self._incarnation(node), deadline, self._context.now)
 
     def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
         """Tell the directory nodes of `keys` that no engine of this node computes them any more."""
-        for key in self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed)):
-            self._directory.clear(tenant, key, self._context.node)
+        own = self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed))
+        self._directory.clear(tenant, own, self._context.node)
 
     def withdrawn(self, node: NodeId, message: wire.ClearInFlight) -> None:
         """Remove in-flight markers that `node` takes back."""
-        for key in split_keys(message.keys):
-            self._directory.clear(TenantId(message.tenant), key, node)
+        self._directory.clear(TenantId(message.tenant), split_keys(message.keys), node)
 
     def _tell(self, keys: Sequence[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
         """Send `make(concatenated keys)` to each node other than this one that keeps the entries of some `keys`.
@@ -208,25 +216,25 @@ class DirectoryNode:
             self.on_redundant(redundant)
 
     def owned(
-        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
+        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None
     ) -> wire.Redundant:
         """Record in the directory that `node` owns these segments. Returns the answer for `node`: the keys of which the
         directory names another owner that can be reached, and these owners. Entries of `previous`, and of nodes that
         cannot be reached, are replaced. Where this node stands in for the directory node of a key, each entry is
         replaced: it may come from an earlier outage of the directory node, and its owner has told only the directory
         node of later changes."""
-        redundant: list[SegmentKey] = []
-        owners: list[str] = []
         incarnation, here = self._incarnation(node), self._context.node
-        for key, (first, _) in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
-            owner = self._directory.own(tenant, key, node, incarnation, previous)
-            if owner is not None and (first != here or (owner != here and not self._peers.reachable(owner))):
-                self._directory.gone(tenant, key, owner)
-                owner = self._directory.own(tenant, key, node, incarnation, previous)
-            if owner is not None:
-                redundant.append(key)
-                owners.append(owner)
-        return wire.Redundant(tenant, join_keys(redundant), tuple(owners))
+        others = self._directory.own(tenant, keys, node, incarnation, previous)
+        if others:
+            known = list(others)
+            pairs = zip(known, self._context.ring.candidates(join_keys(known)), strict=True)
+            firsts = {key: first for key, (first, _) in pairs}
+            for key, owner in list(others.items()):
+                if firsts[key] != here or (owner != here and not self._peers.reachable(owner)):
+                    self._directory.gone(tenant, (key,), owner)
+                    self._directory.own(tenant, (key,), node, incarnation, previous)
+                    del others[key]
+        return wire.Redundant(tenant, join_keys(list(others)), tuple(others.values()))
 
     def _incarnation(self, node: NodeId) -> Incarnation:
         peer = self._peers.get(node)
@@ -234,8 +242,7 @@ class DirectoryNode:
 
     def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
         """Drop the directory entries of these segments that name `node`, which does not have them."""
-        for key in keys:
-            self._directory.gone(tenant, key, node)
+        self._directory.gone(tenant, keys, node)
 
     def tell_evicted(
         self, tenant: TenantId, keys: Sequence[SegmentKey], rule: str, access: AccessRecord, age_s: float
@@ -283,8 +290,7 @@ class DirectoryNode:
         """Remember the last access, `age_s` seconds ago, of segments that left their owner. If they come back on any
         node, the eviction policy values them with the help of it."""
         if access.segments:
-            for key in keys:
-                self._directory.remember(tenant, key, access, self._context.now - age_s)
+            self._directory.remember(tenant, keys, access, self._context.now - age_s)
 
     def last_access(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> KnownAccess | None:
         """Returns (index, last access, seconds since then) of the last of `keys` whose last access the directory
@@ -464,11 +470,9 @@ class DirectoryNode:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the directory exceeds its bounds, or a member that left is still known."""
         self._directory.check_integrity()
         assert all(self._peers.get(node) is not None for node in (*self._known, *self._advertised))
         assert self._kept is None or not self._complete

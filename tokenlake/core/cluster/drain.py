@@ -23,8 +23,9 @@ from functools import partial
 
 from tokenlake.core.cluster.directory_node import WALKED_SLOTS
 from tokenlake.core.cluster.handover import MAX_OFFERS, Handover
+from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.instructions import Drained
 from tokenlake.identity import NodeId
 from tokenlake.memory import Cursor, Kind, Segment, State
@@ -45,14 +46,14 @@ AGAIN_S = 1.0
 """Seconds between two rounds, of which the next offers the segments that were refused before."""
 
 
-class Drain:
+class Drain(Part):
     """Hands over the primary copies of this node while the ring record says that it drains."""
 
-    def __init__(self, context: Context, peers: Peers, handover: Handover) -> None:
+    def __init__(self, context: Context, peers: Peers, ownership: Ownership, handover: Handover) -> None:
         self._context = context
         self._peers = peers
+        self._ownership = ownership
         self._handover = handover
-        handover.on_taken = self.taken
         self._end_timer: Timer | None = None
         """Ends the drain after `drain_s`; None while this node does not drain, or has drained."""
         self._again: Timer | None = None
@@ -67,27 +68,17 @@ class Drain:
         """Offers under way, by node."""
         self._refused: dict[NodeId, float] = {}
         """By node, the time in seconds at which it last took nothing of an offer."""
-        self._moved: Counter[NodeId] = Counter()
-        self._moved_bytes: Counter[NodeId] = Counter()
-        """Segments and bytes that other nodes took over since the drain began, by node."""
 
     def ring_changed(self) -> None:
         """The ring record has changed: begin or end to drain as it says."""
         draining = self._context.draining
         if draining and not self._draining:
-            self._moved.clear()
-            self._moved_bytes.clear()
+            self._ownership.given.clear()
             self._end_timer = self._context.after(self._context.config.drain_s, self._end)
             self._round()
         elif self._draining and not draining:
             self._stop()
         self._draining = draining
-
-    def taken(self, node: NodeId, segment: Segment) -> None:
-        """`node` owns a segment of which this one had the primary copy."""
-        if self._end_timer is not None:
-            self._moved[node] += 1
-            self._moved_bytes[node] += segment.slot_bytes
 
     # -- rounds
 
@@ -187,11 +178,16 @@ class Drain:
     def _end(self) -> None:
         """Nothing is left to hand over, or the time is up."""
         left = [(pool.counts[Kind.PRIMARY], pool.slot_bytes) for pool in self._context.store.pools()]
-        count = sum(segments for segments, _ in left)
+        count = sum(each for each, _ in left)
         self._stop()
         self._context.counters.add(LEFT_BEHIND, count)
-        moved = tuple((node, segments, self._moved_bytes[node]) for node, segments in self._moved.most_common())
-        self._context.emit(Drained(moved, count, sum(segments * size for segments, size in left)))
+        segments: Counter[NodeId] = Counter()
+        nbytes: Counter[NodeId] = Counter()
+        for (node, size), taken in self._ownership.given.items():
+            segments[node] += taken
+            nbytes[node] += taken * size
+        moved = tuple((node, taken, nbytes[node]) for node, taken in segments.most_common())
+        self._context.emit(Drained(moved, count, sum(each * size for each, size in left)))
 
     def _stop(self) -> None:
         for timer in (self._end_timer, self._again):
@@ -204,7 +200,6 @@ class Drain:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"segments to hand over": sum(map(len, self._by_age.values()))}
 
 

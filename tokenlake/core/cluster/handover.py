@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peer, Peers, Reply
 from tokenlake.core.cluster.transfer import OnArrival, deadline_s
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.location import levels
 from tokenlake.memory import Kind, Segment, State
@@ -56,7 +57,7 @@ GRACE_S = 1.0
 first."""
 
 
-class Handover:
+class Handover(Part):
     """Offers new segments of this node to a clearly emptier node, and takes over segments that other nodes offer."""
 
     def __init__(
@@ -64,16 +65,16 @@ class Handover:
         context: Context,
         peers: Peers,
         directory_node: DirectoryNode,
+        ownership: Ownership,
         transfers: Transfers,
     ) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
+        self._ownership = ownership
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
-        self.on_taken: Callable[[NodeId, Segment], None] = lambda node, segment: None
-        """Called with each segment that another node took over, and that node."""
         self._offers = 0
         """Offers that are not answered yet."""
         self._comparing = False
@@ -155,13 +156,12 @@ class Handover:
         self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None
     ) -> None:
         self._offers -= 1
-        if isinstance(reply, wire.OfferReply) and len(reply.codes) == len(segments):
+        if isinstance(reply, wire.OfferReply):
             # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
             for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
                 if code == Code.COMMITTED and segment.owned:
-                    self._context.store.disown(segment, node, self._context.now)
+                    self._ownership.give_up(segment, node)
                     self._context.counters.add(HANDED_OVER)
-                    self.on_taken(node, segment)
         done()
 
     # -- offers taken
@@ -232,5 +232,4 @@ class Handover:
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"offers": self._offers, "offers being taken": self._taking}

@@ -19,13 +19,16 @@ learns of an eviction by the answer to its report of a read (`access`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.context import Context
+from tokenlake.core.disk import Disk
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory import Cursor, Kind, Segment, State
+from tokenlake.memory.removals import REDUNDANT_RULE
 from tokenlake.metrics import Metric
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import split_keys
@@ -41,15 +44,14 @@ _CACHED, _PRIMARY = Kind.CACHED, Kind.PRIMARY
 class Ownership:
     """Decides which READY segments this node owns, and whether their copies are primary or cached."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, disk: Disk) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self.forget_on_disk: Callable[[TenantId, Iterable[SegmentKey]], int] = lambda tenant, keys: 0
-        """Drops the copies of these segments on the devices of this node, and returns how many there were. Set by
-        `NodeCore`."""
-        self.on_taken: Callable[[NodeId, Segment], None] = lambda node, segment: None
-        """Called with each segment of which this node had the primary copy, and that another node owns."""
+        self._disk = disk
+        self.given: Counter[tuple[NodeId, int]] = Counter()
+        """Primary copies that other nodes took over while this one drains, by node and slot size; `Drain` empties
+        it."""
 
     def committed(self, tenant: TenantId, segments: list[Segment]) -> None:
         """Make this node the owner of READY segments, which are given in the order of their depth: those of one write,
@@ -75,16 +77,20 @@ class Ownership:
         """Handle the answer of a directory node that other nodes own these segments: the copies of this node become
         cached copies, and those on disk are dropped."""
         tenant = TenantId(message.tenant)
-        self.forget_on_disk(tenant, split_keys(message.keys))
+        self._disk.forget(tenant, split_keys(message.keys), REDUNDANT_RULE)
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
             segment = self._context.store.get(tenant, key)
             if segment is not None and (segment.owned or (segment.kind is _CACHED and segment.source is None)):
                 # A cached copy without a source that is not READY is being read from disk: this node would own it from
                 # the end of the read on.
-                if segment.kind is _PRIMARY:
-                    self.on_taken(NodeId(owner), segment)
-                self._context.store.disown(segment, NodeId(owner), self._context.now)
+                self.give_up(segment, NodeId(owner))
                 self._context.counters.add(DUPLICATES)
+
+    def give_up(self, segment: Segment, owner: NodeId) -> None:
+        """`owner` owns a segment of this node from now on: the copy here is a cached one."""
+        if segment.kind is _PRIMARY and self._context.draining:
+            self.given[owner, segment.slot_bytes] += 1
+        self._context.store.disown(segment, owner, self._context.now)
 
     def owner_lost(self, peer: Peer) -> None:
         """`peer` is down or SUSPECT, or left the cluster. Unless it comes back with its incarnation, this node owns the

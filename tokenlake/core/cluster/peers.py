@@ -27,13 +27,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenlake.core.cluster.bulk_path import PATIENT_TRIPS, BulkPath
-from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
+from tokenlake.core.context import LOAD_HALF_LIFE_S, Context, Part
 from tokenlake.core.instructions import Note, SendToPeer
-from tokenlake.identity import Incarnation, NodeId, SegmentKey
+from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.location import NOWHERE, Location
 from tokenlake.memory.vacancy import UNKNOWN_VACANCY, Vacancy
@@ -119,7 +120,7 @@ class Peer:
         return self.usable and self.path.alive
 
 
-class Peers:
+class Peers(Part):
     """The other members of the cluster: sends them messages and calls, and notices when one stops."""
 
     def __init__(
@@ -282,6 +283,25 @@ class Peers:
             on_reply(None)
             return
         self._send(peer, make, deadline_s, on_reply, proves_life)
+
+    def look_up(
+        self,
+        node: NodeId,
+        tenant: TenantId,
+        keys: Sequence[SegmentKey],
+        deadline_s: float,
+        on_reply: Callable[[wire.LookupReply | None], None],
+        **fields: Any,
+    ) -> None:
+        """Look up `keys` at `node`, as a `call`; the reply answers for each of them. `fields`: further ones of
+        `Lookup`."""
+
+        def replied(reply: Reply | None) -> None:
+            on_reply(reply if isinstance(reply, wire.LookupReply) else None)
+
+        ring = self._context.ring_version
+        make = partial(wire.Lookup, tenant=tenant, keys=b"".join(keys), ring=ring, **fields)
+        self.call(node, make, deadline_s, replied)
 
     def _send(
         self,
@@ -449,12 +469,9 @@ class Peers:
             peer.slowest_s, peer.slowest_at = seconds, self._context.now
 
     def census(self) -> dict[str, int]:
-        """How many calls to other nodes wait for an answer; one call to each peer that is up may be a ping. For gauges,
-        and for tests that look for leaks."""
         return {"calls": sum(len(peer.calls) for peer in self._peers.values())}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a call waits at a peer that is down."""
         assert list(self._peers) == sorted(self._peers)
         assert sorted(peer.node for peer in self._rotation) == list(self._peers)
         for peer in self._peers.values():

@@ -31,7 +31,7 @@ from tokenlake.core.cluster.handover import Handover
 from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.serve import Serving
-from tokenlake.core.context import Context, ring_of
+from tokenlake.core.context import Context, Part, ring_of
 from tokenlake.core.instructions import Note, ReadRing
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.metrics import Metric
@@ -46,7 +46,7 @@ TELLING_S = 1.0
 """Seconds by which the previous ring counts longer, while this node still tells which of its segments moved."""
 
 
-class RingChange:
+class RingChange(Part):
     """Follows the ring record, and compares the rings that other nodes name with that of this node. Owner of the ring
     fields of `Context`."""
 
@@ -126,7 +126,6 @@ class RingChange:
     # -- checks
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the previous ring counts without an end, or the ring is not that of the record."""
         context = self._context
         assert (context.previous_ring is None) == (self._previous_timer is None)
         assert context.ring_version == (context.record.epoch, context.record.digest())

@@ -24,7 +24,7 @@ from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, OnArrival, deadline_s
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.instructions import SendBulk
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
@@ -225,7 +225,7 @@ class _Pull:
     """Number of segments that are not read yet."""
 
 
-class Serving:
+class Serving(Part):
     """Serves other nodes: answers their lookups, grants them leases, and sends them segments. A lease and a send each
     pin their segments."""
 
@@ -267,7 +267,7 @@ class Serving:
                 if codes[index] != _MISSING:
                     continue
                 if self._context.node in pair:
-                    self._directory_node.set_marker(node, tenant, key, message.marker_s)
+                    self._directory_node.set_markers(node, tenant, (key,), message.marker_s)
                 else:
                     # The ring changed since the reader began to wait here: another node grants the markers of this key.
                     codes[index] = Code.UNKNOWN
@@ -545,7 +545,6 @@ class Serving:
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that leases of other nodes and sends hold on it; for integrity checks."""
         for lease in self._leases.values():
             yield from lease.segments
         for send in self._sends.values():
@@ -554,7 +553,6 @@ class Serving:
             yield from pull.segments
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "leases to peers": len(self._leases),
             "sends": len(self._sends),
@@ -563,7 +561,6 @@ class Serving:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the count of leased segments is wrong, or the fan-out limit exceeds its bounds."""
         readers = Counter(itertools.chain.from_iterable(set(lease.segments) for lease in self._leases.values()))
         assert self._again == Counter({segment: count - 1 for segment, count in readers.items() if count > 1})
         assert self._leased == _by_pool(list(readers))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenlake.disk.slab import Slab
-from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.identity import NodeId, TenantId
 from tokenlake.memory import Kind, Segment
 from tokenlake.metrics import Metric
 from tokenlake.timers import Timer
@@ -16,8 +16,6 @@ ABORTED = Metric("tokenlake_aborted_fetches_total", "Transfers that missed their
 
 MAX_DEADLINE_S = 60.0
 """Maximum deadline in seconds that a client may set for a fetch."""
-CopiesOf = Callable[[TenantId, Sequence[SegmentKey]], list[list[NodeId]]]
-"""For each segment, the other nodes that may have a copy of it and deliver segments, the likeliest first."""
 OnArrival = Callable[[Segment | None, Code], None]
 """Called once per wanted segment: with the segment, pinned for the caller, and LOCAL; or with None and the reason."""
 

@@ -10,8 +10,7 @@
         v
     the callback of each wanted segment is called once
 
-Transfers that no engine waits for (hand-overs) are cut into pieces and limited to a share of all received bytes
-(`BackgroundLimit`).
+Transfers that no engine waits for (hand-overs) are cut into pieces, which come one after the other.
 
 Segments on a device of this node are brought in the same way, from this node itself: at most `READS` reads of a device
 at a time, and the others wait in a queue.
@@ -28,11 +27,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tokenlake.core.cluster.background import BackgroundLimit
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.probes import Probes
 from tokenlake.core.cluster.transfer import ABORTED, OnArrival, Transfer
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.disk_reads import DiskReads
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
 from tokenlake.disk import NO_ENTRY
@@ -42,7 +40,6 @@ from tokenlake.memory import Kind, Segment, State
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
-from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys
 
@@ -53,12 +50,15 @@ CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum wa
 SETTLED = 256
 """Maximum number of segments of ended transfers that one event reports to the fetches that wait for them. Each takes up
 to 5 us."""
+PIECE_S, MAX_PIECE_BYTES = 0.05, 16 << 20
+"""Limits of a background piece, which has at least one segment: its expected seconds, so that a read that starts
+meanwhile is delayed by little more than this, and its bytes."""
 LEAST_ANSWER_S = 0.025
 """Minimum seconds that a node has to answer a transfer: half of the minimum of `deadline_s`. A transfer with a shorter
 deadline does not show that a node is slow."""
 
 
-class Transfers:
+class Transfers(Part):
     """All transfers of segments to this node, under way or queued."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
@@ -72,9 +72,10 @@ class Transfers:
         self._settling: dict[int, deque[tuple[Segment, Code, deque[OnArrival]]]] = {}
         """Transfers that have ended, by id: the segments whose outcome some fetches do not know yet, and the callbacks
         of these fetches. The segments that arrived stay pinned until then."""
-        self._limit = BackgroundLimit(context.config.background_share)
+        self._pieces = 0
+        """Number of background pieces under way: one, and those that an engine has begun to wait for."""
         self._queue: dict[Transfer, None] = {}
-        """Background pieces that the limit holds back, oldest first."""
+        """Background pieces that wait for it to end, oldest first."""
         self._reads = DiskReads(context, self._begin, self._lose)
         self._queued: dict[Segment, Transfer] = {}
         """The queued piece of a background transfer to which each segment belongs."""
@@ -172,7 +173,7 @@ class Transfers:
             refused.append((on_arrival, Code.PENDING))
 
     def _start(self, transfer: Transfer) -> None:
-        self._limit.started(transfer.nbytes, background=transfer.background)
+        self._pieces += transfer.background
         self._order(transfer)
 
     def _begin(self, transfer: Transfer, left_s: float) -> int:
@@ -212,7 +213,7 @@ class Transfers:
     def _enqueue(self, transfer: Transfer) -> None:
         """Queue a background transfer in pieces, so that a fetch that starts next waits for one piece at most."""
         slot_s = self._peers.path(transfer.node).predict_s(transfer.slot_bytes)
-        size = self._limit.piece_segments(transfer.slot_bytes, slot_s)
+        size = max(1, min(MAX_PIECE_BYTES // transfer.slot_bytes, int(PIECE_S / slot_s)))
         for start in range(0, len(transfer.segments), size):
             piece = replace(transfer, segments=transfer.segments[start : start + size])
             piece.timer = self._context.after(transfer.wait_s, partial(self._drop_queued, piece))
@@ -221,11 +222,8 @@ class Transfers:
         self._start_allowed()
 
     def _start_allowed(self) -> None:
-        while self._queue:
-            piece = next(iter(self._queue))
-            if not self._limit.allows(piece.nbytes):
-                return
-            self._start_queued(piece)
+        while self._queue and not self._pieces:
+            self._start_queued(next(iter(self._queue)))
 
     def _start_queued(self, piece: Transfer) -> None:
         self._unqueue(piece)
@@ -272,30 +270,6 @@ class Transfers:
         text = f"a fetch of {len(transfer.segments)} segments from {source}{request}: {event}"
         self._context.emit(Note(text, "fetch"))
 
-    def check_done(self, fetch: int, codes: bytes, checksums: bytes, held: bytes) -> None:
-        """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
-        nothing."""
-        transfer = self._under_way.get(fetch)
-        if transfer is None:
-            raise ValueError(f"fetch {fetch} is not under way")
-        count = len(transfer.segments)
-        if len(codes) != count or codes.translate(None, KNOWN_CODES):
-            raise ValueError(f"fetch {fetch} of {count} segments ended with the codes {codes.hex()}")
-        if held and (
-            len(held) != count or any(flag and code == Code.LOCAL for flag, code in zip(held, codes, strict=True))
-        ):
-            raise ValueError(f"fetch {fetch} of {count} segments with codes {codes.hex()} holds {held.hex()}")
-        if len(checksums) != CHECKSUM_BYTES * transfer.shards * count:
-            raise ValueError(
-                f"fetch {fetch} of {count} segments of {transfer.shards} shards ended with {len(checksums)} bytes of "
-                "checksums"
-            )
-
-    def check_settled(self, fetch: int) -> None:
-        """Raises `ValueError` when the transfer holds no slots. Changes nothing."""
-        if fetch not in self._held:
-            raise ValueError(f"fetch {fetch} holds no slots")
-
     def settled(self, fetch: int) -> None:
         """Free the slots of a transfer into which bytes could still come when it was done."""
         self._context.store.unpin(*self._held.pop(fetch))
@@ -304,6 +278,8 @@ class Transfers:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
         the slots of the others, and call the callbacks that wait for them. `answered`, `held`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
+        assert len(codes) == len(transfer.segments)
+        assert len(checksums) == CHECKSUM_BYTES * transfer.shards * len(codes)
         if transfer.timer is not None:
             transfer.timer.cancel()
         if answered and transfer.device is None:
@@ -366,7 +342,7 @@ class Transfers:
         """A transfer from another node has ended, by which `nbytes` came in whole segments. Tells the sender which
         segments arrived with wrong bytes: it checks its copies, and drops those that were wrong before they were
         sent."""
-        self._limit.ended(background=transfer.background)
+        self._pieces -= transfer.background
         self._context.counters.add(ARRIVED, codes.count(Code.LOCAL))
         self._context.counters.add(ARRIVED_BYTES, nbytes)
         if nbytes and not transfer.disk_s:
@@ -377,12 +353,9 @@ class Transfers:
             return
         self._context.counters.add(CORRUPT, len(keys))
         self._note(transfer, f"{len(keys)} arrived with a wrong checksum")
-        for key in keys:
-            self._context.store.found_corrupt(transfer.tenant, key)
         self._peers.tell(transfer.node, wire.Corrupt(transfer.tenant, join_keys(keys)))
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that transfers hold on it; for integrity checks."""
         for transfer in (*self._under_way.values(), *self._queue, *self._reads.waiting()):
             yield from transfer.segments
         for outcomes in self._settling.values():
@@ -390,8 +363,6 @@ class Transfers:
         yield from itertools.chain.from_iterable(self._held.values())
 
     def census(self) -> dict[str, int]:
-        """How many transfers and segments in transfer this node keeps, by kind: for gauges, and for tests that look for
-        leaks."""
         return {
             "transfers": len(self._under_way) - self._probes.under_way,
             "probes": self._probes.under_way,
@@ -402,7 +373,6 @@ class Transfers:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a segment belongs to no transfer or to two, or the count of probes is wrong."""
         assert self._probes.under_way == sum(not transfer.segments for transfer in self._under_way.values())
         transfers = (*self._under_way.values(), *self._queue, *self._reads.waiting())
         segments = [segment for transfer in transfers for segment in transfer.segments]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context, KnownAccess
+from tokenlake.core.context import Context, KnownAccess, Part
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
@@ -136,7 +136,7 @@ class _Batch:
     keys: dict[_Report, list[SegmentKey]] = field(default_factory=dict)
 
 
-class Touches:
+class Touches(Part):
     """Records reads and hints in the local store, and reports them to the owners of the primary copies."""
 
     def __init__(
@@ -265,5 +265,4 @@ class Touches:
         self._context.in_slices(work)
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"reads to report": sum(batch.count for batch in self._batches.values())}

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.instructions import CheckSlot, Note
 from tokenlake.identity import LeaseId, NodeId, TenantId
@@ -49,7 +49,7 @@ class _Check(NamedTuple):
     began: float
 
 
-class Corruption:
+class Corruption(Part):
     """Checks the reported copies of this node one at a time, and drops those whose bytes are wrong."""
 
     def __init__(self, context: Context) -> None:
@@ -137,17 +137,13 @@ class Corruption:
     # -- integrity
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields the segment that is being checked, which is pinned meanwhile; for integrity checks."""
         if self._check is not None:
             yield self._check.segment
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"copies to check": len(self._queued) + (self._check is not None)}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the queues contradict each other, or when reported copies wait although no check
-        is under way."""
         assert all(self._queues.values())
         queued = [segment for queue in self._queues.values() for segment in queue]
         assert len(queued) == len(self._queued) == len(set(queued))

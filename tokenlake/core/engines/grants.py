@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from tokenlake.core.cluster.peers import Peers
@@ -21,15 +21,13 @@ from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, Tenant
 from tokenlake.memory import Segment, State
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, peer
-from tokenlake.wire.engine import MAX_GRANTS
+from tokenlake.wire.engine import MAX_CHANGED, MAX_GRANTS
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import NO_SLOT_BYTES
 
 T = TypeVar("T")
 
-PIECE = 128
-"""Maximum number of segments that one event reserves, gives back, or applies hints to. Each takes up to 7 us."""
 GRANT_BYTES, ITEM_BYTES = 4096, 96
 """Bytes that are charged for a lease or a write, and for each segment of it. A lease keeps the codes of the keys of its
 match that are no hits, at most `MAX_KEYS`."""
@@ -97,10 +95,6 @@ class Lease:
             held |= int.from_bytes(flags, "big")
         self.held[connection] = bytearray(held.to_bytes(len(self.keys), "big"))
 
-    def add_hints(self, hints: Hints) -> None:
-        """Merge newer hints of the request over the hints of the lease."""
-        self.hints = hints.merged_over(self.hints)
-
     def is_held(self, index: int) -> bool:
         """Returns True while any process holds the item at `index`."""
         return any(flags[index] for flags in self.held.values())
@@ -162,13 +156,16 @@ class SessionGrants:
         self.recent = RecentMatches()
         """The access records of its latest matches, for the stores that follow them."""
 
-    def move(self, old: ConnectionId, new: ConnectionId) -> None:
-        """Move all leases and writes that a process holds from its connection `old` to its connection `new`."""
+    def move(self, old: ConnectionId, new: ConnectionId, known: Container[int] = ()) -> None:
+        """Move all leases and writes that a process holds, but those that are `known`, from its connection `old` to its
+        connection `new`."""
         for lease in self.leases.values():
-            _move(lease.held, old, new)
+            if lease.id not in known:
+                _move(lease.held, old, new)
         for write in self.writes.values():
-            _move(write.held, old, new)
-            _move(write.filled, old, new)
+            if write.id not in known:
+                _move(write.held, old, new)
+                _move(write.filled, old, new)
 
     def pins(self) -> Iterator[Segment]:
         """Yields a segment once for each pin that leases and writes of the session hold on it; for integrity checks."""
@@ -386,7 +383,7 @@ class Grants:
         if lease.keys and lease.returned_from:
             # The process may have given back the beginning of the prompt first: count the read of the beginning once
             # more, so that it is evicted last.
-            found = self._context.ready(session.tenant, lease.keys[:PIECE])
+            found = self._context.ready(session.tenant, lease.keys[:MAX_CHANGED])
             self._touches.read([segment for segment in found if segment is not None], lease.hints)
         return True
 

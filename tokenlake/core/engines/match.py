@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfer import CopiesOf
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.access import access_of_match, with_access
 from tokenlake.core.engines.grants import Grants, Lease, pack
 from tokenlake.core.engines.search import Found, Parts, Search
@@ -110,7 +109,7 @@ class _Match:
     """None when this node has every segment of the prompt."""
 
 
-class Matches:
+class Matches(Part):
     """Finds and leases the longest prefix of a prompt that the pool has, for the engines of this node."""
 
     def __init__(
@@ -121,13 +120,12 @@ class Matches:
         directory_node: DirectoryNode,
         waiting: WaitingMatches,
         explain: Explain,
-        copies_of: CopiesOf,
     ) -> None:
         self._context = context
         self._grants = grants
         self._peers = peers
         self._explain = explain
-        self._parts = Parts(context, peers, directory_node, waiting, copies_of)
+        self._parts = Parts(context, peers, directory_node, waiting)
         self._under_way: dict[_Match, None] = {}
         self._match_seconds = context.counters.histogram(MATCH_SECONDS)
         self._wait_seconds = context.counters.histogram(WAIT_SECONDS)
@@ -290,9 +288,7 @@ class Matches:
         return len(self._under_way)
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that unanswered matches hold on it; for integrity checks."""
         return (segment for match in self._under_way for segment in match.found.segments if segment is not None)
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"matches": len(self._under_way)}

@@ -17,12 +17,13 @@ import itertools
 from collections import Counter
 from functools import partial
 
+from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, CopiesOf, OnArrival, deadline_s
+from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, OnArrival, deadline_s
 from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
-from tokenlake.core.engines.grants import PIECE, Grants, Lease, pack
+from tokenlake.core.engines.grants import Grants, Lease, pack
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.instructions import Answer
 from tokenlake.hints import NO_ACCESS
@@ -81,16 +82,16 @@ class LeaseReads:
         context: Context,
         grants: Grants,
         peers: Peers,
+        directory_node: DirectoryNode,
         transfers: Transfers,
         touches: Touches,
-        copies_of: CopiesOf,
     ) -> None:
         self._context = context
         self._grants = grants
         self._peers = peers
+        self._directory_node = directory_node
         self._transfers = transfers
         self._touches = touches
-        self._copies_of = copies_of
         self._seconds = context.counters.histogram(FETCH_SECONDS)
 
     # -- the lease
@@ -133,17 +134,13 @@ class LeaseReads:
         self._context.emit(Answer(process.connection, located))
 
     def hint(self, process: Process, request: engine.Hint) -> None:
-        """Apply hints that an engine gave after the match to the segments that it names, and to the segments of a lease
-        that is still held."""
+        """Apply hints that an engine gave after the match to the segments that it names, and to later reads with a
+        lease that is still held."""
         tenant, hints = process.session.tenant, with_access(request.hints, NO_ACCESS)
         self._touches.hint(tenant, split_keys(request.keys), hints)
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
-            # Later reads and the release of the lease are recorded with the newest hints.
-            lease.add_hints(hints)
-            if len(lease.keys) <= PIECE:
-                # For a longer lease `pieces` makes further `Hint` messages, which name its segments by their keys.
-                self._touches.hint(tenant, lease.keys, hints)
+            lease.hints = hints.merged_over(lease.hints)
 
     def release(self, process: Process, request: engine.Release) -> None:
         """Give back items of leases that a process does not read any more, and note what the engine took."""
@@ -195,7 +192,8 @@ class LeaseReads:
                 if not self._peers.connected(node):
                     lease.trail.unconnected |= {node}
             indices = by_node.pop(node)
-            others = self._copies_of(fetch.process.session.tenant, [lease.keys[index] for index in indices])
+            keys = [lease.keys[index] for index in indices]
+            others = self._directory_node.copies_of(fetch.process.session.tenant, keys)
             for index, copies in zip(indices, others, strict=True):
                 if copies:
                     fetch.tried[index] = [node]
@@ -301,7 +299,7 @@ class LeaseReads:
         left_s = 0.0 if fetch.answered else fetch.until - self._context.now
         by_node: dict[NodeId, list[int]] = {}
         keys = [lease.keys[index] for index in indices]
-        copies = self._copies_of(session.tenant, keys) if left_s > 0 else [[] for _ in keys]
+        copies = self._directory_node.copies_of(session.tenant, keys) if left_s > 0 else [[] for _ in keys]
         for index, others in zip(indices, copies, strict=True):
             if lease.remotes[index] is None or not lease.is_held(index):
                 # Another fetch of the lease has settled the item, or it was released meanwhile.

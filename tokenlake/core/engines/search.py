@@ -40,8 +40,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.peers import Peers, Reply
-from tokenlake.core.cluster.transfer import CopiesOf
+from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context, KnownAccess
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.waiting import Wait, WaitingMatches
@@ -122,7 +121,6 @@ class Parts(NamedTuple):
     peers: Peers
     directory_node: DirectoryNode
     waiting: WaitingMatches
-    copies_of: CopiesOf
 
 
 @dataclass(eq=False, slots=True)
@@ -334,7 +332,7 @@ class Search:
 
     def _other_copy(self, row: _Row) -> NodeId | None:
         """Another node that may have a copy of a segment whose node delivers none."""
-        copies = self._parts.copies_of(self._tenant, [row.key])[0] if row.undelivered else []
+        copies = self._parts.directory_node.copies_of(self._tenant, [row.key])[0] if row.undelivered else []
         return next((node for node in copies if node not in row.denied), None)
 
     def _send(self, lookups: dict[NodeId, list[_Row]]) -> None:
@@ -346,22 +344,20 @@ class Search:
                 # All these segments are leased at their owner already, so the match does not spend its whole deadline
                 # on the node that the owner redirected it to.
                 limit_s = min(limit_s, PART_OF_DEADLINE * self._limit_s)
-            lookup = partial(
-                wire.Lookup,
-                tenant=self._tenant,
-                keys=join_keys([row.key for row in rows]),
+            self._parts.peers.look_up(
+                node,
+                self._tenant,
+                [row.key for row in rows],
+                limit_s,
+                partial(self._answered, node, rows),
                 request=self._request.request,
                 may_defer=may_defer,
-                ring=self._context.ring_version,
             )
-            self._parts.peers.call(node, lookup, limit_s, partial(self._answered, node, rows))
 
     # -- answers
 
-    def _answered(self, node: NodeId, rows: list[_Row], reply: Reply | None) -> None:
-        """Handle the answer of `node` to a lookup. `reply`: None if the node did not answer in time or cannot be
-        called."""
-        answer = reply if isinstance(reply, wire.LookupReply) else None
+    def _answered(self, node: NodeId, rows: list[_Row], answer: wire.LookupReply | None) -> None:
+        """Handle the answer of `node` to a lookup; None if the node did not answer in time or cannot be called."""
         if self._state is not _State.LOOKING:
             if answer is not None and answer.lease:
                 self._parts.peers.tell(node, wire.ReleaseLease((answer.lease,)))
@@ -372,7 +368,7 @@ class Search:
             self._unanswered.add(node)
             for row in rows:
                 row.denied += (node,)
-        elif len(answer.codes) == len(rows) >= answer.known_depth:
+        else:
             self._take(node, rows, answer)
             redirected = self._redirected(node, NodeId(answer.redirect), rows)
             if redirected and self._context.now < self._deadline:

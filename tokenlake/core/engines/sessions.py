@@ -10,14 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context
-from tokenlake.core.engines.grants import PIECE, Grants, SessionGrants
+from tokenlake.core.context import Context, Part
+from tokenlake.core.engines.grants import Grants, SessionGrants
 from tokenlake.identity import ConnectionId, NodeId, SessionId, TenantId
 from tokenlake.memory import Segment
 from tokenlake.metrics import Metric
 from tokenlake.wire import peer
 
 _WHAT_IS_ONE = "each open pool of an engine is one, and each closed one whose arrays or writes are alive"
+
+PIECE = 128
+"""Maximum number of segments that one slice of work gives back, and of leases that it renews."""
 
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
 
@@ -54,7 +57,7 @@ class Session(SessionGrants):
         held are given back."""
 
 
-class Sessions:
+class Sessions(Part):
     """All sessions of the node's engines, at most `max_sessions`. Each of the configured tenants may have an equal part
     of them."""
 
@@ -93,6 +96,7 @@ class Sessions:
         """Open a session (`session_id` 0) or join an existing one. Returns the session, or the reason as text when it
         is refused. `resume`: the earlier connection of the process, whose leases and writes move to the new
         connection."""
+        assert connection not in self._processes
         config = self._context.config
         session = self._sessions.get(session_id)
         if session is None and session_id:
@@ -132,8 +136,13 @@ class Sessions:
         if process is None:
             return
         process.alive = False
-        session = process.session
-        leases, writes = list(session.leases.values()), list(session.writes.values())
+        self._give_back(process)
+
+    def _give_back(self, process: Process) -> None:
+        """Give back all leases and writes of a process that is not alive, some at a time."""
+        session, connection = process.session, process.connection
+        leases = [lease for lease in session.leases.values() if connection in lease.held]
+        writes = [write for write in session.writes.values() if connection in write.held]
         stop: int | None = None
         """Index up to which the items of the last lease are still to be given back; None: all of them."""
 
@@ -168,12 +177,12 @@ class Sessions:
 
     def reconcile(self, process: Process, leases: Iterable[int], writes: Iterable[int]) -> None:
         """Give back every lease and write of the process that it does not name: it lost the reply that granted it."""
-        session, connection = process.session, process.connection
-        known = {*leases, *writes}
-        unknown = [lease for lease in session.leases.values() if lease.id not in known]
-        self._grants.release(session, connection, [(lease, 0, len(lease.keys)) for lease in unknown], False)
-        for write in [write for write in session.writes.values() if write.id not in known]:
-            self._grants.give_back(session, write, connection)
+        # They become those of a process that is gone. The process itself may attach to one of them again meanwhile.
+        gone = Process(ConnectionId(-self._context.next_id()), process.session)
+        gone.alive = False
+        process.session.move(process.connection, gone.connection, {*leases, *writes})
+        process.session.processes[gone.connection] = gone
+        self._give_back(gone)
 
     # -- deadlines
 
@@ -235,12 +244,10 @@ class Sessions:
     # -- checks
 
     def pinned(self) -> Iterator[Segment]:
-        """Yields a segment once for each pin that leases and writes of sessions hold on it; for integrity checks."""
         for session in self._sessions.values():
             yield from session.pins()
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         sessions = self._sessions.values()
         return {
             "sessions": len(self._sessions),
@@ -251,7 +258,6 @@ class Sessions:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a session has no process, or its counts differ from its leases and writes."""
         for session in self._sessions.values():
             assert session.processes, f"session {session.id} has no process"
             session.check_integrity()

@@ -25,15 +25,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.peers import Peers, Reply
+from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.transfers import Transfers
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.instructions import Located
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.match_deadline import match_deadline_s
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 MAX_LOCATED = 256
 """Limit of the segments in one `LocateRequested`: a quarter of a millisecond of the control loop."""
@@ -66,7 +66,7 @@ class _Question:
         self.disk_s |= dict.fromkeys(keys, seconds / max(1, len(keys)))
 
 
-class Survey:
+class Survey(Part):
     """Handles `LocateRequested`: finds the nodes that have segments."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
@@ -118,20 +118,15 @@ class Survey:
         question.awaited = len(asked)
         limit_s = question.deadline - self._context.now
 
-        def took(node: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
-            if isinstance(reply, wire.LookupReply):
-                if reply.lease:
-                    # A node of an earlier version leases although it was not asked to.
-                    self._peers.tell(node, wire.ReleaseLease((reply.lease,)))
+        def took(node: NodeId, keys: list[SegmentKey], reply: wire.LookupReply | None) -> None:
+            if reply is not None:
                 heard(question, node, keys, reply)
             question.awaited -= 1
             if not question.awaited:
                 then(question)
 
         for node, keys in asked.items():
-            ring = self._context.ring_version
-            make = partial(wire.Lookup, tenant=question.tenant, keys=join_keys(keys), ring=ring, lease=False)
-            self._peers.call(node, make, limit_s, partial(took, node, keys))
+            self._peers.look_up(node, question.tenant, keys, limit_s, partial(took, node, keys), lease=False)
         if not asked:
             then(question)
 
@@ -169,5 +164,4 @@ class Survey:
         self._context.emit(Located(question.request, tuple(numbers), owners, disk_s))
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"surveys": self._waiting}

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
-from tokenlake.core.cluster.peers import Peers, Reply
-from tokenlake.core.context import Context
+from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.sessions import Process
 from tokenlake.identity import ConnectionId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -83,9 +83,7 @@ MAX_MARKERS_BY_TENANT = 16 * MAX_MARKERS
 class Wait:
     """The time for which one match may still wait for a segment that another engine computes."""
 
-    def __init__(
-        self, now: float, in_flight_wait_s: float, per_segment_s: float = 0.0, expected_s: float = 0.0
-    ) -> None:
+    def __init__(self, now: float, in_flight_wait_s: float, per_segment_s: float, expected_s: float) -> None:
         """`in_flight_wait_s`: maximum wait in seconds. `per_segment_s`: if above 0, the wait is also at most this many
         seconds for each missing segment. `expected_s`: for so many seconds the match also waits for a segment without a
         marker."""
@@ -133,7 +131,7 @@ class _Poll:
     waiters: dict[_Waiter, None] = field(default_factory=dict)
 
 
-class WaitingMatches:
+class WaitingMatches(Part):
     """Delays the answer to a match until its first missing segment is stored, or until its own engine should compute
     the segment."""
 
@@ -286,37 +284,26 @@ class WaitingMatches:
             self._context.counters.add(IN_FLIGHT_MARKERS, code is Code.MISSING)
             done(code)
 
-        def replied(reply: Reply | None) -> None:
-            code = Code.UNKNOWN
-            if isinstance(reply, wire.LookupReply) and len(reply.codes) == 1:
-                if reply.lease:
-                    self._peers.tell(directory_node, wire.ReleaseLease((reply.lease,)))
-                told = Code(reply.codes[0])
-                code = told if told in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL
-            answered(code)
+        def replied(reply: wire.LookupReply | None) -> None:
+            code = Code.UNKNOWN if reply is None else Code(reply.codes[0])
+            answered(code if code in (Code.PENDING, Code.MISSING, Code.UNKNOWN) else Code.LOCAL)
 
         (directory_node,) = self._peers.directory_nodes(key)
         if directory_node == self._context.node:
             code, owner = self._directory_node.answers(tenant, [key])[0]
             if code is Code.MISSING:
-                self._directory_node.set_marker(directory_node, tenant, key, marker_s)
+                self._directory_node.set_markers(directory_node, tenant, (key,), marker_s)
             answered(Code.LOCAL if owner is not None else code)
             return
-        self._peers.call(
-            directory_node,
-            lambda call: wire.Lookup(call, tenant, key, "", marker_s, ring=self._context.ring_version),
-            match_deadline_s(self._context.config.match_deadline_s, 1),
-            replied,
-        )
+        limit_s = match_deadline_s(self._context.config.match_deadline_s, 1)
+        self._peers.look_up(directory_node, tenant, [key], limit_s, replied, marker_s=marker_s, lease=False)
 
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"matches that wait": self._waiting.total(), "polls": sum(map(len, self._polls.values()))}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each match that waits shares one poll, or has its turn to go on."""
         counted = Counter({tenant: len(woken) for tenant, woken in self._woken.items()})
         assert all(counted.values())
         for tenant, polls in self._polls.items():
@@ -329,7 +316,7 @@ class WaitingMatches:
         assert all(count <= MAX_WAITING for count in self._waiting.values())
 
 
-class InFlightMarkers:
+class InFlightMarkers(Part):
     """The in-flight markers for which engines of this node asked (`engine.MarkInFlight`). Markers of writes and of
     waiting matches are not counted here. They end when the process withdraws them or ends; a directory node drops a
     marker by itself when its time is over or the segment is stored."""
@@ -381,5 +368,4 @@ class InFlightMarkers:
         self._directory_node.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"in-flight markers": sum(len(marked) for _, marked in self._marked.values())}

@@ -11,7 +11,7 @@ from tokenlake.core.cluster.handover import Handover
 from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
-from tokenlake.core.engines.grants import PIECE, Grants, Write
+from tokenlake.core.engines.grants import Grants, Write
 from tokenlake.core.engines.sessions import Process, Session
 from tokenlake.core.instructions import Answer
 from tokenlake.core.report.refusals import Refusals
@@ -19,8 +19,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.memory import Kind, Segment, State
 from tokenlake.metrics import Metric
-from tokenlake.wire import Code
-from tokenlake.wire import engine as wire
+from tokenlake.wire import Code, engine
 from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import NO_SLOT_BYTES, split_keys
 
@@ -55,14 +54,12 @@ class Writes:
         self._handover = handover
         self._touches = touches
 
-    def prepare(self, process: Process, request: wire.Prepare) -> None:
+    def prepare(self, process: Process, request: engine.Prepare) -> None:
         """Reserve slots for segments that an engine will write. The answer has one code per key, and a slot for each
-        key with the code RESERVED. After a refusal no further key of the request gets a slot, and none behind the first
-        `PIECE` keys does."""
+        key with the code RESERVED. After a refusal no further key of the request gets a slot."""
         session, store = process.session, self._context.store
-        everything = split_keys(request.keys)
-        keys = everything[:PIECE]
-        access, parents = session.recent.access(everything, request.first)
+        keys = split_keys(request.keys)
+        access, parents = session.recent.access(keys, request.first)
         hints = with_access(request.hints, access)
         write = Write(WriteId(self._context.next_id()), process.connection)
         room = self._grants.reserve_room(session)
@@ -91,9 +88,6 @@ class Writes:
                     self._refusals.refused(session.tenant, key, outcome)
                     continue
             self._refusals.served(session.tenant, key)
-        beyond = len(everything) - len(keys)
-        for key in everything[PIECE:]:
-            self._refusals.refused(session.tenant, key, Code.SESSION_LIMIT)
         # The engine computed segments again that this node has (EXISTS): that counts as a read of them. They are looked
         # up anew, since the reservation for a later key of this request may have evicted one.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
@@ -103,10 +97,7 @@ class Writes:
             self._grants.add_write(session, write)
             reserved = [segment.key for segment in write.open.values()]
             self._directory_node.announce(session.tenant, reserved, self._context.config.reservation_s)
-        packed = b"".join(slots) + NO_SLOT_BYTES * beyond
-        reply = wire.Prepared(
-            request.id, write.id if write.open else 0, bytes(codes) + bytes([Code.SESSION_LIMIT]) * beyond, packed
-        )
+        reply = engine.Prepared(request.id, write.id if write.open else 0, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
 
     def _reserve(
@@ -129,7 +120,7 @@ class Writes:
             shards=session.shards,
         )
 
-    def attach(self, process: Process, request: wire.Attach) -> None:
+    def attach(self, process: Process, request: engine.Attach) -> None:
         """Let another process of the session fill shards of a write: the slots stay pinned until it gives them back as
         well. The answer has one code for each index up to the last uncommitted segment: RESERVED for an uncommitted
         one, or EXPIRED if the deadline of the write has passed; COMMITTED for all others, also where the write reserved
@@ -137,15 +128,15 @@ class Writes:
         write = process.session.writes[WriteId(request.lease)]
         count = max(write.open) + 1
         if not self._grants.attach(process.session, write, process.connection):
-            refused = wire.Prepared(request.id, 0, bytes([Code.SESSION_LIMIT]) * count, NO_SLOT_BYTES * count)
+            refused = engine.Prepared(request.id, 0, bytes([Code.SESSION_LIMIT]) * count, NO_SLOT_BYTES * count)
             self._context.emit(Answer(process.connection, refused))
             return
         open_code = Code.EXPIRED if write.expired else Code.RESERVED
         codes = bytes(open_code if index in write.open else Code.COMMITTED for index in range(count))
         slots = b"".join(write.open[at].packed if at in write.open else NO_SLOT_BYTES for at in range(count))
-        self._context.emit(Answer(process.connection, wire.Prepared(request.id, write.id, codes, slots)))
+        self._context.emit(Answer(process.connection, engine.Prepared(request.id, write.id, codes, slots)))
 
-    def commit(self, process: Process, request: wire.Commit) -> None:
+    def commit(self, process: Process, request: engine.Commit) -> None:
         """Commit shards of a write: segments whose shards are all committed are published. After the deadline of the
         write nothing is published, and the process gives back the slots that the request names."""
         session = process.session
@@ -156,9 +147,9 @@ class Writes:
                 self._grants.give_back(session, write, process.connection, request.indices)
         else:
             codes = self._publish(process, write, request)
-        self._context.emit(Answer(process.connection, wire.Committed(request.id, codes)))
+        self._context.emit(Answer(process.connection, engine.Committed(request.id, codes)))
 
-    def _publish(self, process: Process, write: Write, request: wire.Commit) -> bytes:
+    def _publish(self, process: Process, write: Write, request: engine.Commit) -> bytes:
         session = process.session
         shards = [shard for shard in range(session.shards) if request.shards >> shard & 1]
         per_segment = CHECKSUM_BYTES * len(shards)
@@ -186,7 +177,7 @@ class Writes:
         self._handover.committed(whole)
         return bytes(codes)
 
-    def abort(self, process: Process, request: wire.Abort) -> None:
+    def abort(self, process: Process, request: engine.Abort) -> None:
         """Abort a write for one process: it gives back all slots of the write."""
         write = process.session.writes.get(WriteId(request.write))
         if write is not None:

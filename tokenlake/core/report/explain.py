@@ -21,7 +21,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.cluster.peers import Peers, Reply
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.core.instructions import Answer
 from tokenlake.core.report.account import Account, Lost
 from tokenlake.core.report.misses import only_other_layouts, reason_of
@@ -188,7 +188,7 @@ class _Weights:
         return tokens
 
 
-class Explain:
+class Explain(Part):
     """Remembers how named requests used the pool, by tenant and name, and answers `tokenlake explain`."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
@@ -260,7 +260,7 @@ class Explain:
         def heard(directory_node: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
-            if not isinstance(reply, peer.ExplainMissingReply) or len(reply.rules) != len(keys):
+            if not isinstance(reply, peer.ExplainMissingReply):
                 question.silent[directory_node] = None
             else:
                 for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=True):
@@ -381,7 +381,6 @@ class Explain:
         return reasons, None if known_to is None else known_to * trail.account.size
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {
             "explained requests": len(self._trails),
             "segments they missed": self._keys,
@@ -389,7 +388,6 @@ class Explain:
         }
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the count of keys is wrong."""
         assert self._keys == sum(trail.charged_keys for trail in self._trails.values())
 
 

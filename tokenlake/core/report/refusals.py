@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import Context, Part
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
@@ -40,7 +40,7 @@ SETTLED = 512
 """Refusals that one call settles."""
 
 
-class Refusals:
+class Refusals(Part):
     """The refused segments of which it is not known yet whether their engine tries again."""
 
     def __init__(self, context: Context) -> None:
@@ -92,5 +92,4 @@ class Refusals:
         return True
 
     def census(self) -> dict[str, int]:
-        """How many objects this part of the rules keeps, by kind: for gauges, and for tests that look for leaks."""
         return {"refused segments": len(self._open)}

@@ -83,14 +83,12 @@ class Forecast(EvictionPolicy):
         """Time in seconds at which the next cohort reaches its next bucket of age."""
 
     def resize(self, slots: int) -> None:
-        """Set the number of slots that the share of segments of high priority is of; see `EvictionPolicy`."""
         self._high_most = max(2, math.ceil(HIGH_SHARE * slots))
 
     # -- segments
 
     def insert(self, segment: Segment, now: float) -> None:
-        """Add `segment` to the order: at its first insert to the cohort of the present time, otherwise to its earlier
-        cohort. See `EvictionPolicy`."""
+        """At its first insert the segment joins the cohort of the present time, otherwise its earlier one."""
         now = self._advance(now)
         if isinstance(segment.policy_state, Record):
             # Its priority and time to live may have come meanwhile.
@@ -102,7 +100,7 @@ class Forecast(EvictionPolicy):
         self._enter(segment, record)
 
     def touch(self, segment: Segment, now: float) -> None:
-        """Record an access: `segment` joins the cohort of the present time; see `EvictionPolicy`."""
+        """The segment joins the cohort of the present time."""
         now = self._advance(now) if now > self._now else self._now
         record = self._leave(segment)
         if now - record.counted >= SAME_ACCESS_S:
@@ -110,7 +108,7 @@ class Forecast(EvictionPolicy):
         self._enter(segment, record)
 
     def follow(self, segment: Segment, child: Segment) -> bool:
-        """Move `segment` to the cohort of `child`, in which the deeper one leaves first; see `EvictionPolicy`."""
+        """The segment joins the cohort of `child`, in which the deeper one leaves first."""
         cohort = self._record(child).cohort
         record = self._record(segment)
         if cohort is None or cohort is record.cohort:
@@ -125,23 +123,21 @@ class Forecast(EvictionPolicy):
         return True
 
     def hints_changed(self, segment: Segment, now: float) -> None:
-        """Move `segment` to a new cohort when its hints change, because the request that sent the hints used the
-        segment until now: its time to live begins anew. See `EvictionPolicy`."""
+        """The segment joins a new cohort: the request that sent the hints used it until now, and its time to live
+        begins anew."""
         self._advance(now)
         self._enter(segment, self._leave(segment))
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """Take `segment` out of the order. Its record stays in its cohort, so that the model learns from an access
-        after the segment has come back. See `EvictionPolicy`."""
+        """Its record stays in its cohort, so that the model learns from an access after the segment has come back."""
         now = self._advance(now)
         record = self._leave(segment)
         if evicted:
             self._add_ghost(segment.key, record, segment.hints, now)
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """Returns True for a segment of high priority, where the next victim is of low priority or its time to live has
-        passed, and where the retention value of the new segment is at least that of the victim; otherwise the refusal
-        is recorded like an access. See `EvictionPolicy`."""
+        """Admits a segment of high priority, where the next victim is of low priority or its time to live has passed,
+        and where the retention value of the new segment is at least that of the victim."""
         now = self._advance(now)
         if not self._size or hints.priority > 0:
             return True
@@ -163,35 +159,29 @@ class Forecast(EvictionPolicy):
     # -- the order
 
     def victim(self, now: float) -> Segment:
-        """Returns the deepest segment of the cohort that leaves first; see `EvictionPolicy`."""
+        """The deepest segment of the cohort that leaves first."""
         self._advance(now)
         if not self._size:
             raise KeyError("no segment")
         return self._next().deepest()
 
     def expired(self, now: float) -> bool:
-        """Returns True if the time to live of some segment in order has passed; see `EvictionPolicy`."""
         self._advance(now)
         return self._size > 0 and self._next().tier is Tier.EXPIRED
 
     def rule(self, segment: Segment) -> str:
-        """Returns the name of the rule by which `segment` would be evicted, if that is not the forecast; see
-        `EvictionPolicy`."""
         return _RULES.get(self._cohort(segment).tier, "")
 
     def rank(self, segment: Segment, now: float) -> tuple[int, float, float]:
-        """Returns (tier, retention value, time of the last access); see `EvictionPolicy`."""
         cohort = self._cohort(segment)
         return cohort.tier, self.retention_value(segment, now), segment.touched
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """Returns the predicted accesses of `segment` per second: for high priority those of a new segment, before the
-        tier NORMAL none. See `EvictionPolicy`."""
+        """The predicted accesses per second: for high priority those of a new segment, before the tier NORMAL none."""
         self._advance(now)
         return self._cohort(segment).value
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """Returns the predicted accesses per second of a segment that would be stored now; see `EvictionPolicy`."""
         if hints.priority < 0:
             return 0.0
         ghost = self._ghosts.get(key)
@@ -199,8 +189,6 @@ class Forecast(EvictionPolicy):
         return self.odds.retention_value(self.odds.features(accesses, hints))[0]
 
     def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Returns (index, last access record, seconds since then) of the last of `keys` that has a ghost, the record of
-        an evicted or refused segment; see `EvictionPolicy`."""
         for index in range(len(keys) - 1, -1, -1):
             ghost = self._ghosts.get(keys[index])
             if ghost is not None:
@@ -212,15 +200,13 @@ class Forecast(EvictionPolicy):
             yield from cohort.deepest_first()
 
     def accesses(self, segment: Segment) -> int:
-        """Returns the counted accesses of a segment; see `EvictionPolicy`."""
         record = segment.policy_state
         if not isinstance(record, Record):
             record = self._ghosts.get(segment.key)
         return 1 if record is None else max(1, record.accesses)
 
     def recall(self, key: SegmentKey, accesses: int, hints: Hints, now: float) -> None:
-        """Make a ghost of the segment, without a cohort: the model learns nothing from its next access. See
-        `EvictionPolicy`."""
+        """Make a ghost of the segment, without a cohort: the model learns nothing from its next access."""
         if key not in self._ghosts:
             now = self._advance(now)
             record = Record(now)

@@ -16,26 +16,22 @@ class LeastRecentlyUsed(EvictionPolicy):
         self._order: OrderedDict[Segment, None] = OrderedDict()
 
     def insert(self, segment: Segment, now: float) -> None:
-        """Add `segment` to the order as the most recently used one; see `EvictionPolicy`."""
         segment.touched = now
         self._order[segment] = None
 
     def touch(self, segment: Segment, now: float) -> None:
-        """Record an access: `segment` becomes the most recently used one; see `EvictionPolicy`."""
         segment.touched = now
         self._order.move_to_end(segment)
 
     def follow(self, segment: Segment, child: Segment) -> bool:
-        """Move `segment` behind all others; see `EvictionPolicy`."""
+        """Move `segment` behind all others."""
         self._order.move_to_end(segment)
         return len(self._order) > 1
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """Take `segment` out of the order; see `EvictionPolicy`."""
         del self._order[segment]
 
     def victim(self, now: float) -> Segment:
-        """Returns the least recently used segment; see `EvictionPolicy`."""
         for segment in self._order:
             return segment
         raise KeyError("no segment")

@@ -175,15 +175,6 @@ class Odds:
         weights = b"".join(array.astype("<f8").tobytes() for array in arrays)
         return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), weights))
 
-    def restore(self, learned: bytes) -> None:
-        """Replace the weights by those that `save` encoded; empty data changes nothing. Raises ValueError for other
-        data; nothing is changed then."""
-        if not learned:
-            return
-        self._labels, parts = _decoded(learned)
-        self._age, self._age_sum, self._all, self._all_sum, self._regime, self._regime_sum = parts
-        self._tables()
-
     def merge(self, learned: bytes) -> None:
         """Set each weight to the mean of the one here and the one that `save` gave elsewhere, weighted by the sums of
         squares: few nodes see short prompts, and nodes that saw none must not dilute what those learned. Weights of

@@ -23,8 +23,7 @@ WAIT_S = 0.05
 
 
 class Connection:
-    """Owns the connection to the daemon, and connects again in the background after a failure. `get` blocks for at most
-    `wait_s`. Thread-safe."""
+    """Owns the connection to the daemon, and connects again in the background after a failure. Thread-safe."""
 
     def __init__(
         self,
@@ -33,10 +32,12 @@ class Connection:
         pool: Pool | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait_s: float = WAIT_S,
+        *,
+        at_once: bool = True,
     ) -> None:
-        """`connect` opens a pool, which this object then owns; one attempt is made before the constructor returns.
-        `pool`: an open pool to use instead of `connect`; the caller owns it. `report` is called with the operation that
-        failed and its error."""
+        """`connect` opens a pool, which this object then owns; with `at_once`, one attempt is made before the
+        constructor returns. `pool`: an open pool to use instead of `connect`; the caller owns it. `report` is called
+        with the operation that failed and its error. `wait_s`: as of `get`."""
         self._connect = connect
         self._clock = clock
         self._wait_s = wait_s
@@ -47,24 +48,33 @@ class Connection:
         self._attempt: threading.Thread | None = None
         self._retry_at = 0.0
         self._closed = False
-        if pool is None and connect is not None:
+        if at_once and pool is None and connect is not None:
             self._try()
 
-    def get(self) -> Pool | None:
+    def get(self, wait_s: float | None = None) -> Pool | None:
         """The connected pool, or None while there is no connection and for a pause after a failure. May start an
-        attempt to connect."""
+        attempt to connect. `wait_s`: how long to wait for an attempt that is under way (default: `wait_s` of the
+        constructor, and only for one that this call starts)."""
         with self._lock:
-            if self._closed or self._clock() < self._retry_at:
-                return None
-            if self._pool is not None or self._connect is None:
+            attempt = self._attempt
+            paused = self._closed or self._clock() < self._retry_at
+            if not paused and (self._pool is not None or self._connect is None):
                 return self._pool
-            if self._attempt is not None and self._attempt.is_alive():
+            if attempt is not None and attempt.is_alive():
+                if wait_s is None:
+                    return None
+            elif paused:
                 return None
-            attempt = threading.Thread(target=self._try, name="tokenlake-connect", daemon=True)
-            self._retry_at = self._clock() + RETRY_S
-            attempt.start()
-            self._attempt = attempt
-        attempt.join(self._wait_s)
+            else:
+                attempt = threading.Thread(target=self._try, name="tokenlake-connect", daemon=True)
+                self._retry_at = self._clock() + RETRY_S
+                try:
+                    attempt.start()
+                except RuntimeError:
+                    # No thread can be started: the engine goes on without the pool.
+                    return None
+                self._attempt = attempt
+        attempt.join(self._wait_s if wait_s is None else wait_s)
         return self._pool
 
     @property

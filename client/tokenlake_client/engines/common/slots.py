@@ -53,22 +53,20 @@ def layer_elements(layout: Layout) -> int:
     return layout.heads_per_shard * layout.segment_tokens * (layout.key_dim + layout.value_dim)
 
 
-def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
-    """For each layer of the slot, views (K, V), each [group, head in group, token, dim]. They do not own the slot's
-    memory, and must not be written if `slot` is read-only."""
-    keys, values = slot_whole(slot, layout)
-    return list(zip(keys.unbind(1), values.unbind(1), strict=True))
-
-
 def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
     """The slot's memory as a flat tensor, of the dtype in `SLOT_DTYPES`. It does not own the memory, and must not be
     written if `slot` is read-only. Raises ValueError for a slot of another size."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
+    return host_tensor(slot).view(SLOT_DTYPES[layout.dtype])
+
+
+def host_tensor(array: NDArray[np.uint8]) -> Any:
+    """The bytes of `array`, which is contiguous, as a flat tensor over the same memory. It does not own the memory, and
+    must not be written if `array` is read-only."""
     # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no
     # read-only tensors.
-    memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
-    return torch.frombuffer(memory, dtype=SLOT_DTYPES[layout.dtype])
+    return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)
 
 
 def stacked(tensors: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenlake_client.engines.common.slots import host_tensor
 from tokenlake_client.engines.devices.base import DeviceFailed, DeviceMemory, Stream
 from tokenlake_client.engines.devices.cuda_driver import CudaDriver
 
@@ -44,12 +44,12 @@ class _CudaStream:
         """cudaMemcpyAsync between contiguous memory of equal size, on this stream: one copy, without a temporary. From
         memory that is not page-locked it may return before or after the copy."""
         with torch.cuda.stream(self._stream):
-            _flat(target).copy_(_host(source), non_blocking=True)
+            _flat(target).copy_(host_tensor(source), non_blocking=True)
 
     def to_host(self, target: NDArray[np.uint8], source: Any) -> None:
         """See `to_device`. A copy into memory that is not page-locked is complete on return."""
         with torch.cuda.stream(self._stream):
-            _host(target).copy_(_flat(source), non_blocking=True)
+            host_tensor(target).copy_(_flat(source), non_blocking=True)
 
     def wait(self, point: Any) -> None:
         """cudaStreamWaitEvent: the event was recorded before, in the thread that called `computed`; one that was not
@@ -156,10 +156,3 @@ class CudaDevice:
 
 def _flat(tensor: Any) -> Any:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _host(array: NDArray[np.uint8]) -> Any:
-    """`array`, which is contiguous, as a tensor over the same memory, which it does not own."""
-    # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no
-    # read-only tensors.
-    return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)

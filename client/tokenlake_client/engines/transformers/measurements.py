@@ -67,7 +67,7 @@ class Measurements:
 
     def answered(self, steps: int) -> None:
         """Add the number of decode steps of a finished batch to the measurements."""
-        self.rates.answer_tokens.add(steps, time.perf_counter())
+        self.rates.answer_tokens.add(steps)
 
     def decode(self, rows: int, cached: int, steps: int, seconds: float) -> None:
         """Add the measured decode time of a batch: `seconds` for `steps` decode steps. The batch has `rows` sequences,
@@ -92,7 +92,7 @@ class Measurements:
         """Add the measured time of the opening of a view: `seconds`. `nodes`: the other nodes that have segments of the
         view."""
         for node in dict.fromkeys(nodes):
-            self.rates.peer(NodeId(node)).open_s.add(seconds, time.perf_counter())
+            self.rates.peer(NodeId(node)).open_s.add(seconds)
 
     def queried(self, nodes: Sequence[str], tokens: int, queries: int, nbytes: int, seconds: float) -> None:
         """Add the measured time by which a layer took longer because its queries were sent to other nodes: `seconds`.

@@ -149,12 +149,12 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
     @hook(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's hook that asks how many tokens of a request the pool has behind the tokens that are computed. Returns
-        (that number of tokens to load, or None while it is not known; whether the load is asynchronous)."""
+        (that number of tokens to load, or None while it is not known; True for a load, which is asynchronous)."""
         if self._scheduler is None:
             return 0, False
         reads = not request.skip_reading_prefix_cache
         tokens = self._scheduler.matched(request, num_computed_tokens, reads=reads)
-        return tokens, bool(tokens) and not self._scheduler.waits
+        return tokens, bool(tokens)
 
     @hook(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -258,8 +258,7 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
 
     @hook(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """vLLM's hook for loads: execute those of the step. vLLM calls it before the forward pass if the step waits for
-        loads, else after it."""
+        """vLLM's hook for loads: execute those of the step."""
         if self._worker is not None:
             self._worker.load()
 

@@ -7,7 +7,6 @@ and the buffer is copied over the bus (`devices.staging`); a load does the rever
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenlake.errors import LayoutRefused
+from tokenlake_client.engines.common.slots import host_tensor
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.devices.staging import Staging
@@ -58,12 +58,12 @@ class HostCopy:
     def to_slot(self, slot: NDArray[np.uint8], part: Part) -> int:
         """Fill this rank's bytes of `slot` with a segment, and with zeros behind its last block. Returns the bytes of
         its blocks. The copy is complete on return."""
-        self._cache.gather(_tensor(slot[self._cache.rank]), part)
+        self._cache.gather(host_tensor(slot[self._cache.rank]), part)
         return self._cache.nbytes(part)
 
     def from_slot(self, slot: NDArray[np.uint8], part: Part) -> int:
         """Fill the blocks of `part`; returns their bytes. The copy is complete after `finish`."""
-        self._cache.scatter(_tensor(slot[self._cache.rank]), part)
+        self._cache.scatter(host_tensor(slot[self._cache.rank]), part)
         return self._cache.nbytes(part)
 
     def finish(self) -> None:
@@ -137,10 +137,3 @@ def copy_for(cache: Cache, devices: set[Any]) -> Copy:
     if len(devices) == 1 and device.type == "cuda":
         return DeviceCopy(cache, CudaDevice(device))
     raise LayoutRefused(f"the cache is on {', '.join(sorted(map(str, devices)))}; supported: one cpu or cuda device")
-
-
-def _tensor(array: NDArray[np.uint8]) -> Any:
-    """`array`, which is contiguous, as a tensor over the same memory, which it does not own."""
-    # The memory is passed to torch by its address: torch would warn about a read-only array, because it has no
-    # read-only tensors.
-    return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)

@@ -52,8 +52,8 @@ class Count:
     """The declaration of a count. `meaning` is a phrase without a final dot."""
 
     meaning: str
-    metric: str = ""
-    """The name of the metric between `PREFIX` and `_total`; empty: the metrics page does not have the count."""
+    metric: str
+    """The name of the metric between `PREFIX` and `_total`."""
     source: str = ""
     """The value of the metric's label `source`; empty: the metric has no such label."""
     sides: frozenset[Side] = SCHEDULER
@@ -61,9 +61,9 @@ class Count:
 
     @property
     def series(self) -> str:
-        """The time series on the metrics page; empty without a metric."""
+        """The time series on the metrics page."""
         label = f'{{source="{self.source}"}}' if self.source else ""
-        return f"{PREFIX}{self.metric}_total{label}" if self.metric else ""
+        return f"{PREFIX}{self.metric}_total{label}"
 
 
 @dataclass(slots=True)
@@ -156,9 +156,6 @@ class Counts:
     failures: Annotated[int, Count("errors of the pool; none of them reached vLLM", "failures", sides=ALL)] = 0
     hook_seconds: Annotated[
         float, Count("seconds that vLLM spent in the connector's hooks", "hook_seconds", sides=BOTH)
-    ] = 0.0
-    load_seconds: Annotated[
-        float, Count("seconds of fetching segments and copying them into blocks, in steps or in the background")
     ] = 0.0
     save_seconds: Annotated[
         float, Count("seconds that the thread that stores segments was busy", "save_seconds", sides=FIRST_RANK)
@@ -262,7 +259,7 @@ class EngineCounters(Counters[Counts]):
 
 @functools.cache
 def _reported(side: Side) -> tuple[str, ...]:
-    return tuple(name for name, count in COUNTS.items() if count.metric and side in count.sides)
+    return tuple(name for name, count in COUNTS.items() if side in count.sides)
 
 
 def merge(into: Growth, other: Growth) -> None:

@@ -143,7 +143,7 @@ class InFlightMarkers:
         if pool is None:
             return
         try:
-            keys = list(state.keys(pool, self._salt)[: state.saved.segments])
+            keys = list(state.keys(pool, self._salt)[: state.saved])
             pool.engine.mark_in_flight(keys[first:], LONGEST_S)
             self._moving[state.last_job] = keys, first
         except Exception as error:

@@ -16,8 +16,8 @@ class _Load:
     plan: LoadPlan
     lease: Lease | None
     owners: tuple[Owner, ...]
-    step: int = 0
-    """The number of the step in which the ranks got the plan of the load; 0 before that."""
+    handed_out: bool = False
+    """True once the ranks have got the plan of the load."""
     time: LoadTime | None = None
     """The longest duration that a rank has reported for the load; None before the first report."""
     ended: Callable[[], None] | None = None
@@ -37,10 +37,6 @@ class ScheduledLoads:
         self._report = report
         self._loads: dict[str, _Load] = {}
 
-    def __len__(self) -> int:
-        """The number of loads that have not ended on all ranks."""
-        return len(self._loads)
-
     def __contains__(self, request: str) -> bool:
         return request in self._loads
 
@@ -58,11 +54,11 @@ class ScheduledLoads:
         self.end(plan.request)
         self._loads[plan.request] = _Load(plan, lease, owners, ended=ended)
 
-    def hand_out(self, step: int) -> tuple[LoadPlan, ...]:
-        """The plans of the loads that the ranks do not have yet. The caller passes them to the ranks in `step`."""
-        new = [load for load in self._loads.values() if not load.step]
+    def hand_out(self) -> tuple[LoadPlan, ...]:
+        """The plans of the loads that the ranks do not have yet. The caller passes them to the ranks."""
+        new = [load for load in self._loads.values() if not load.handed_out]
         for load in new:
-            load.step = step
+            load.handed_out = True
         return tuple(load.plan for load in new)
 
     def add_times(self, times: Mapping[str, LoadTime]) -> None:
@@ -93,11 +89,6 @@ class ScheduledLoads:
                 load.ended()
             if load.time is not None:
                 self._measured(load.owners, load.time)
-
-    def end_until(self, step: int) -> None:
-        """End all loads whose plans were handed to the ranks up to `step`."""
-        for request in [name for name, load in self._loads.items() if 0 < load.step <= step]:
-            self.end(request)
 
     def close(self) -> None:
         """End all loads: release their leases and report their times."""

@@ -1,7 +1,8 @@
 """Lookups: questions to the pool for the cached segments of a prompt. No call waits for the daemon. Imports no engine.
 
 No lookup is started until the daemon has answered the late one, so that a frozen daemon delays one request by one
-deadline and not every request. The waits of lookups for other engines are decided by `in_flight_waits`.
+deadline and not every request. The waits of lookups for other engines are decided by `in_flight_waits`; they end at
+their limit, also where the daemon is frozen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
 from tokenlake_client.engines.common.request import RequestInfo
 from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
-from tokenlake_client.heartbeat import PendingHeartbeat
 from tokenlake_client.lease import Lease, PendingNodes
 from tokenlake_client.match import PendingMatch
 from tokenlake_client.pool import Pool
@@ -174,14 +174,12 @@ class LateLookup:
 
 
 class Lookups:
-    """Starts lookups and gives up those whose answer is late (`LateLookup`). A lookup that waits for another engine is
-    given up as early if the daemon does not answer heartbeats. For the scheduler's thread."""
+    """Starts lookups and gives up those whose answer is late (`LateLookup`). For the scheduler's thread."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
         self._late = LateLookup(clock)
-        self._heartbeat = _Heartbeat(deadline_s, clock)
 
     @property
     def silent(self) -> bool:
@@ -203,63 +201,13 @@ class Lookups:
             return None
         options = RequestInfo(request, hints, tokens).match_options(wait)
         pending = pool.engine.begin_match(keys, options, deadline_s=self._deadline_s)
-        try:
-            if wait.total_s:
-                self._heartbeat.begin(pool)
-        except BaseException:
-            pending.cancel()
-            raise
         return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
 
     def give_up_late(self, lookup: Lookup) -> bool:
-        """Give `lookup` up if its answer is late, and return whether it was. Raises `TokenLakeError`."""
-        now = self._clock()
-        if now < lookup.due:
+        """Give `lookup` up if its answer is late, and return whether it was."""
+        # One deadline more than the wait for the other engine, because the daemon looks up the segments that were
+        # stored meanwhile before it answers.
+        if self._clock() < lookup.due + (lookup.wait.total_s + self._deadline_s if lookup.waiting else 0.0):
             return False
-        if lookup.waiting and self._heartbeat.alive():
-            # The limit is one deadline more than the wait for the other engine, because the daemon looks up the
-            # segments that were stored meanwhile before it answers.
-            if now < lookup.due + lookup.wait.total_s + self._deadline_s:
-                return False
-            lookup.drop()
-        else:
-            self._late.give_up(lookup)
+        self._late.give_up(lookup)
         return True
-
-
-class _Heartbeat:
-    """Sends a heartbeat per deadline to the daemon while a lookup waits for longer than a deadline, to notice that the
-    daemon is frozen."""
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._pool: Pool | None = None
-        self._beat: PendingHeartbeat | None = None
-        self._begun = 0.0
-
-    def begin(self, pool: Pool) -> None:
-        """Send a heartbeat over `pool`, unless the reply to an earlier one is outstanding. Raises `TokenLakeError`."""
-        if not self._outstanding():
-            self._pool, self._begun = pool, self._clock()
-            self._beat = pool.engine.begin_heartbeat()
-
-    def alive(self) -> bool:
-        """True if the daemon answers heartbeats; False if the reply to a heartbeat has been outstanding for a deadline.
-        Sends the next heartbeat when it is due. Raises `TokenLakeError`."""
-        now = self._clock()
-        if self._outstanding():
-            return now < self._begun + self._deadline_s
-        if self._pool is not None and now >= self._begun + self._deadline_s:
-            self.begin(self._pool)
-        return True
-
-    def _outstanding(self) -> bool:
-        try:
-            if self._beat is not None and not self._beat.poll():
-                return True
-        except TokenLakeError:
-            # The connection has ended. The lookup, which uses the same connection, raises that error too.
-            pass
-        self._beat = None
-        return False

@@ -2,20 +2,13 @@
 engine.
 
 Each is replaced by a function `hook(self, original, *args)`, when the part of the connector that needs it starts. If a
-version of vLLM lacks the class or the method, none of the group is replaced, and `apply` returns False:
-
-| group | where it no longer fits |
-|---|---|
-| `VERSION` | each change of the weights in place begins a random epoch: nothing is shared under the trainer's version |
-| `ADAPTERS` | requests with LoRA adapters are served without the pool, which a warning says |
-| `OFFLOADING` | models whose layout the pool does not know are served without the pool, which a warning says |
+version of vLLM lacks the class or the method, `apply` returns False.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -27,68 +20,34 @@ class Patch(NamedTuple):
     method: str
     hook: str
     """The function that replaces it, as module:name below this package."""
-    why: str
 
 
-VERSION = (
-    Patch(
-        "vllm.v1.engine.core:EngineCore",
-        "set_weight_version",
-        "epoch:set_weight_version",
-        "names the version of weights that a trainer sets",
-    ),
-)
-ADAPTERS = (
-    Patch(
-        "vllm.lora.worker_manager:WorkerLoRAManager",
-        "_load_adapter",
-        "adapters:load_adapter",
-        "tells which files of an adapter vLLM has loaded",
-    ),
-)
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector"
-# vLLM's class takes each load for a success, does not pass the requests on to the backend, and does not pass reports on
-# the caches of the ranks to the scheduler's side.
-OFFLOADING = tuple(
-    Patch(_CONNECTOR, method, f"offloading.hooks:{method}", why)
-    for method, why in {
-        "on_new_request": "hands the request, and so its LoRA adapter, to the manager",
-        "get_transfer_results": "names requests whose load failed, so that vLLM computes them",
-        "update_connector_output": "counts these loads, and passes the ranks' reports on their caches on",
-        "build_connector_worker_meta": "carries the report of a rank in its first step",
-    }.items()
-)
+VERSION = Patch("vllm.v1.engine.core:EngineCore", "set_weight_version", "epoch:set_weight_version")
+"""Names the version of weights that a trainer sets. Where it no longer fits, each change of the weights in place begins
+a random epoch: nothing is shared under the trainer's version."""
+ADAPTERS = Patch("vllm.lora.worker_manager:WorkerLoRAManager", "_load_adapter", "adapters:load_adapter")
+"""Tells which files of an adapter vLLM has loaded. Where it no longer fits, requests with LoRA adapters are served
+without the pool, which a warning says."""
 _REPLACED = "_tokenlake_hook"
 
 
-def apply(group: tuple[Patch, ...]) -> bool:
-    """Replace the methods of `group`; those that are replaced already stay. False: this vLLM lacks one of them, and
-    none is replaced."""
-    found = []
-    for patch in group:
-        try:
-            owner = _named(patch.owner)
-        except (ImportError, AttributeError):
-            return False
-        original = getattr(owner, patch.method, None)
-        if original is None:
-            return False
-        found.append((owner, patch, original))
-    for owner, patch, original in found:
-        if getattr(original, _REPLACED, None) != patch.hook:
-            setattr(owner, patch.method, _replaced(original, patch.hook))
+def apply(patch: Patch) -> bool:
+    """Replace a method, unless that was done before. False: this vLLM lacks it."""
+    try:
+        owner = _named(patch.owner)
+        original = getattr(owner, patch.method)
+    except (ImportError, AttributeError):
+        return False
+    if getattr(original, _REPLACED, None) != patch.hook:
+        hook = _named(f"{__package__}.{patch.hook}")
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return hook(self, functools.partial(original, self), *args, **kwargs)
+
+        setattr(method, _REPLACED, patch.hook)
+        setattr(owner, patch.method, method)
     return True
-
-
-def _replaced(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    hook = _named(f"{__package__}.{name}")
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(self, functools.partial(original, self), *args, **kwargs)
-
-    setattr(method, _REPLACED, name)
-    return method
 
 
 def _named(path: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -92,7 +91,8 @@ class RequestState(ServedRequest):
 
     request: Any
     """vLLM's `Request`."""
-    saved: SavedTokens
+    saved: int = 0
+    """The number of segments, from the first on, that were handed out to be stored or need not be stored."""
     weights: str | None = None
     """The weights digest for the keys, after the weights were changed in place; None: the layout's digest."""
     extras: Mapping[int, Sequence[bytes]] | None = None
@@ -175,69 +175,20 @@ class RequestState(ServedRequest):
         the pool."""
         known = self.hints or NO_HINTS
         self.hints = known.ended(end.stop_reason, end.output_tokens)
-        if pool is not None and self.prefix is not None and self.hints != known and self.saved.segments:
-            pool.hint(self.keys(pool, salt)[: self.saved.segments], self.hints)
+        if pool is not None and self.prefix is not None and self.hints != known and self.saved:
+            pool.hint(self.keys(pool, salt)[: self.saved], self.hints)
+
+    def take(self, segments: int) -> range:
+        """The segments to store now, of which `segments` are computed. They count as handed out afterwards."""
+        taken = range(self.saved, max(segments, self.saved))
+        self.saved = taken.stop
+        return taken
 
     def drop_lookup(self) -> None:
         """Give up the request's lookup: the segments that it found or will find are released."""
         if self.lookup is not None:
             self.lookup.drop()
             self.lookup = None
-
-
-class SavedTokens:
-    """The segments of one request that were handed out to be stored, and those that may be next.
-
-    A segment may be stored once all its tokens are computed from a correct prefix. A step that waits for loads may turn
-    out to have computed from blocks that were never filled, for every request that shares these blocks. While such a
-    step is under way, only tokens are stored that an earlier step computed, whose outcome is known::
-
-        0      saved     confirmed          end of this step
-        |--------|-----------|---------------------|
-                 | store now | store once the outcome of the steps is known
-    """
-
-    def __init__(self, segment_tokens: int) -> None:
-        self._segment = segment_tokens
-        self.segments = 0
-        """The number of segments, from the first on, that were handed out to be stored or need not be stored."""
-        self._confirmed = 0
-        self._steps: deque[tuple[int, int]] = deque()
-        """For each step of the engine whose outcome is not known: (the step's number, the number of the request's
-        tokens that are computed at its end)."""
-
-    def add_step(self, step: int, computed: int) -> None:
-        """Record that `computed` tokens of the request are computed when the engine's step `step` ends."""
-        self._steps.append((step, computed))
-
-    def confirm(self, step: int) -> None:
-        """Record that no load failed in the engine's steps up to `step`."""
-        while self._steps and self._steps[0][0] <= step:
-            self._confirmed = self._steps.popleft()[1]
-
-    def void(self) -> None:
-        """To be called when a load failed: the steps under way confirm no tokens, and all segments may be handed out
-        again, because loaded ones may have to be stored again."""
-        self._steps.clear()
-        self.segments = 0
-
-    def restart(self) -> None:
-        """To be called when the request has lost its blocks and begins again."""
-        self._steps.clear()
-        self._confirmed = 0
-
-    def computed(self, *, certain: bool) -> int:
-        """The number of the request's tokens that are computed from a correct prefix when this step ends. `certain`: no
-        step that waits for loads is under way."""
-        return self._steps[-1][1] if certain and self._steps else self._confirmed
-
-    def take(self, known: int, *, certain: bool) -> range:
-        """The indices of the segments to store now, which count as handed out afterwards. `known`: the number of the
-        request's tokens whose ids are known. `certain`: as of `computed`."""
-        end = max(min(self.computed(certain=certain), known) // self._segment, self.segments)
-        segments = range(self.segments, end)
-        self.segments = end
-        return segments
 
 
 class RequestEnd(NamedTuple):

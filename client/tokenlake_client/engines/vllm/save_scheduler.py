@@ -49,7 +49,7 @@ class ScheduledSaves:
         job = SavePlan(0, name, segments.start, tuple(keys), tuple(blocks), contents=contents)
         save, granted = self._complete(pool, state, job, state.hints)
         # The segments from the first one that the pool refused on are offered again in the request's next step.
-        state.saved.segments = segments.start + granted
+        state.saved = segments.start + granted
         return save
 
     def plan_tail(

@@ -34,7 +34,6 @@ from tokenlake_client.engines.vllm.lookup import Lookup, Lookups
 from tokenlake_client.engines.vllm.request import (
     RequestEnd,
     RequestState,
-    SavedTokens,
     ScheduledPart,
     loadable_segments,
     loadable_until,
@@ -109,11 +108,6 @@ class SchedulerSide:
         """True if the daemon has not answered a late lookup for longer than `lookup.SILENT_S`."""
         return self._lookups.silent
 
-    @property
-    def waits(self) -> bool:
-        """True if the engine's step waits for its loads (the setting `load` = sync)."""
-        return self._settings.load == "sync"
-
     def new_request(
         self,
         request: Any,
@@ -126,7 +120,6 @@ class SchedulerSide:
         `adapter`: its LoRA adapter, whose digest may become known later. `extras`, `split`: as of `RequestState`."""
         state = self._requests[request.request_id] = RequestState(
             request=request,
-            saved=SavedTokens(self._segment),
             hints=hints,
             weights=self._weights,
             adapter=adapter,
@@ -153,7 +146,6 @@ class SchedulerSide:
             state.may_store = True
             # Its earlier saves read blocks that it has lost: vLLM keeps none for them.
             state.last_job = 0
-            state.saved.restart()
         state.local, state.skipped, state.remote = computed, 0, 0
         if state.lookup is not None:
             state.lookup.takes(computed, computed)
@@ -308,7 +300,7 @@ class SchedulerSide:
         )
         tail = state.tail if stop > state.prompt // self._segment * self._segment else None
         self._loads.add(plan, lease, owners, None if tail is None else lambda: self._tail_read(tail))
-        state.saved.segments = stop // self._segment
+        state.saved = stop // self._segment
 
     def _tail_read(self, tail: SegmentKey) -> None:
         """Record that a load has read the tail of a prompt, which no other request needs."""
@@ -326,7 +318,7 @@ class SchedulerSide:
         """The plan of loads and saves that the ranks get for the engine's next step. `table` returns the blocks of a
         scheduled request, by the request's name. Never raises: after an error the plan is that of `unknown_step`."""
         self._step += 1
-        loads = self._loads.hand_out(self._step)
+        loads = self._loads.hand_out()
         try:
             return self._plan_step(loads, scheduled, table)
         except Exception as error:
@@ -337,17 +329,16 @@ class SchedulerSide:
         """The plan of a step whose requests are not known: its loads fail, no segment is stored, and the blocks of all
         save jobs count as handed out again."""
         self._step += 1
-        return self._without_pool(self._loads.hand_out(self._step))
+        return self._without_pool(self._loads.hand_out())
 
     def _without_pool(self, loads: tuple[LoadPlan, ...]) -> StepPlan:
         # The ranks must get each load that was promised to vLLM. Without a session they report its blocks as errors.
-        return StepPlan(step=self._step, wait=self.waits, loads=loads, reused=self._saves.jobs)
+        return StepPlan(step=self._step, loads=loads, reused=self._saves.jobs)
 
     def _plan_step(
         self, loads: tuple[LoadPlan, ...], scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]
     ) -> StepPlan:
         self._prefills.begin(self._step, scheduled)
-        certain = not (self.waits and len(self._loads))
         saves = list(self._last_saves)
         try:
             reused = self._saves.reading(self._blocks_written(scheduled, loads))
@@ -358,11 +349,10 @@ class SchedulerSide:
             state = self._requests.get(part.request)
             if state is not None:
                 computed = part.computed + part.new
-                state.saved.add_step(self._step, computed)
                 if state.marker_s and computed < state.request.num_tokens:
                     self._markers.set(state, state.marker_s)
                     state.marker_s = 0.0
-                saves += self._plan_saves(state, state.request.num_tokens, table, certain=certain)
+                saves += self._plan_saves(state, min(computed, state.request.num_tokens), table)
         pool = self._pool()
         connected = pool is not None and pool.connected
         session = pool.engine.session if pool is not None and connected else 0
@@ -373,7 +363,6 @@ class SchedulerSide:
             step=self._step,
             session=session,
             incarnation=incarnation,
-            wait=self.waits,
             idle=not scheduled,
             loads=loads,
             saves=tuple(saves),
@@ -391,7 +380,7 @@ class SchedulerSide:
         for request in received:
             self._loads.end(request)
         if report is not None:
-            self._end_steps(report, filled=not invalid)
+            self._take_report(report)
         for state in self._requests.values():
             # This poll begins the request for the nodes of the segments as early as possible: if a lookup has found
             # segments on other nodes, its poll asks for the nodes.
@@ -399,18 +388,11 @@ class SchedulerSide:
                 with contextlib.suppress(TokenLakeError):
                     state.lookup.poll()
 
-    def _end_steps(self, report: StepReport, *, filled: bool) -> None:
-        """Take the combined report of all ranks on the steps up to `report.step`. `filled`: all loads of these steps
-        filled their blocks."""
+    def _take_report(self, report: StepReport) -> None:
         for step, seconds in report.computed.items():
             self._prefills.end(step, seconds)
         if not report.serves:
             self._stopped = True
-        if self.waits:
-            self._loads.end_until(report.step)
-        if filled:
-            for state in self._requests.values():
-                state.saved.confirm(report.step)
         self._saves.done(report.done)
         self._markers.done(report.done)
 
@@ -432,8 +414,7 @@ class SchedulerSide:
             self._markers.set(state, 0.0)
             return self._moves(state, end), None
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        state.saved.add_step(self._step, computed)
-        saves = self._plan_saves(state, computed, lambda _: blocks, certain=True)
+        saves = self._plan_saves(state, computed, lambda _: blocks)
         self._last_saves += saves
         if not saves and not state.offered:
             return False, None
@@ -467,8 +448,7 @@ class SchedulerSide:
         for state in self._requests.values():
             state.drop_lookup()
             self._markers.set(state, 0.0)
-            state.saved.void()
-            state.saved.restart()
+            state.saved = 0
             state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
             state.offered, state.tail = None, None
             state.may_store = not state.placed
@@ -527,17 +507,14 @@ class SchedulerSide:
         state.tail = tail if tail in keys else None
         return keys, self._waits.for_prefill(prefill, state.prompt)
 
-    def _plan_saves(
-        self, state: RequestState, known: int, table: Callable[[str], Sequence[int]], *, certain: bool
-    ) -> list[SavePlan]:
-        """The plans that store the segments of one request that `SavedTokens.take` returns for `known` and `certain`.
+    def _plan_saves(self, state: RequestState, computed: int, table: Callable[[str], Sequence[int]]) -> list[SavePlan]:
+        """The plans that store the segments of one request among its first `computed` tokens, whose ids are known.
         `table`: as of `step`. Never raises: after an error the step goes on without them, and the segments are offered
         again in the request's next step."""
         if not state.may_store or not state.identified:
             return []
-        segments = state.saved.take(known, certain=certain)
-        computed = state.saved.computed(certain=certain) >= state.prompt
-        offers = state.split.decodes_elsewhere and computed and state.offered is None
+        segments = state.take(computed // self._segment)
+        offers = state.split.decodes_elsewhere and computed >= state.prompt and state.offered is None
         if not (segments or offers) or not self._settings.save or self._stopped:
             return []
         saves: list[SavePlan] = []
@@ -551,7 +528,7 @@ class SchedulerSide:
         except Exception as error:
             self._report("planning which segments to store", error)
             if not saves:
-                state.saved.segments = segments.start
+                state.saved = segments.start
         return saves
 
     def _plan_offer(self, pool: Pool, state: RequestState, table: Callable[[str], Sequence[int]]) -> list[SavePlan]:
@@ -559,7 +536,7 @@ class SchedulerSide:
         prompt's segments before that engine can ask for them, and `state.offered`. Raises the errors of the pool."""
         full = state.prompt // self._segment
         saves: list[SavePlan] = []
-        count = min(full, state.saved.segments)
+        count = min(full, state.saved)
         keys = list(state.keys(pool, self._settings.salt)[:count])
         tail = state.tail_key(pool, self._settings.salt, self._segment)
         if tail is not None and count == full and self._tails.take(state.prompt):
@@ -596,5 +573,5 @@ class SchedulerSide:
                     self._cached_adapters.load_failed(state.adapter)
                 self._counters.add(loads_failed=1)
         for state in self._requests.values():
-            state.saved.void()
-            state.offered = None
+            # All segments are offered again: one that could not be read may be lost.
+            state.saved, state.offered = 0, None

@@ -4,7 +4,7 @@ engine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -54,14 +54,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="it is a multiple of the usual block sizes, 16 to 128",
         ),
     ] = 256
-    load: Annotated[
-        Literal["async", "sync"],
-        Setting(
-            "`async`: a request waits for its cache while other requests run; `sync`: the step that computes the "
-            "request waits",
-            why="a load does not delay other requests",
-        ),
-    ] = "async"
     weigh_loads: Annotated[
         bool,
         Setting(

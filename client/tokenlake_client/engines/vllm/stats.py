@@ -62,8 +62,6 @@ class TokenLakePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._series: dict[tuple[int, str], Any] = {}
         families: dict[str, Any] = {}
         for name, count in COUNTS.items():
-            if not count.metric:
-                continue
             labels = ["source"] if count.source else []
             if count.metric not in families:
                 meaning = "prompt tokens by source" if count.source else count.meaning

@@ -106,8 +106,6 @@ class StepPlan:
     """The number of the scheduler's session at the daemon, which the ranks join; 0 while there is none."""
     incarnation: int = 0
     """The incarnation of the daemon that has the scheduler's session."""
-    wait: bool = False
-    """True: the step computes with the blocks that its loads fill, so the ranks fill them before the forward pass."""
     idle: bool = False
     """True: the step computes no tokens."""
     loads: tuple[LoadPlan, ...] = ()
@@ -141,7 +139,6 @@ class LoadTime:
 class StepReport:
     """The report of one rank, or the combined report of several ranks."""
 
-    step: int
     done: int
     """The number of the newest save job such that this job and all earlier ones read no block any more."""
     serves: bool = True
@@ -159,4 +156,4 @@ class StepReport:
         for request, time in other.loaded.items():
             loaded[request] = time.slower(loaded.get(request, time))
         serves = self.serves and other.serves
-        return StepReport(min(self.step, other.step), min(self.done, other.done), serves, computed, loaded)
+        return StepReport(min(self.done, other.done), serves, computed, loaded)

@@ -18,7 +18,7 @@ from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.load_worker import load_parts
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.engines.vllm.save_worker import Save, SaveWriter
-from tokenlake_client.engines.vllm.session import WAIT_S, RankSession
+from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 from tokenlake_client.pool import Pool
@@ -82,22 +82,14 @@ class WorkerSide:
         self._timer.start()
 
     def load(self) -> None:
-        """Execute the loads of the step: a load is executed at once if the step waits for it, or if the step is idle
-        and the load needs no transfer; otherwise in the background."""
+        """Execute the loads of the step: at once if the step is idle and the load needs no transfer, otherwise in the
+        background. vLLM calls this method after the forward pass."""
         plan = self._plan
-        before_forward = plan.wait and bool(plan.loads)
-        if not before_forward:
-            # Where the step does not wait for loads, vLLM calls this method after the forward pass.
-            self._time(plan.step)
+        self._time(plan.step)
         ready = self._ready() if plan.loads else _nothing
         for load in plan.loads:
-            if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load, ready)):
+            if (plan.idle and load.local) or not self._loads.submit((plan, load, ready)):
                 self._load(plan, load, ready)
-        if plan.wait:
-            with self._lock:
-                self._received.clear()
-        if before_forward:
-            self._timer.start()
         if plan.idle:
             # vLLM repeats idle steps without a pause while requests wait for loads or lookups. Each of the many copies
             # of a load needs Python's lock, which such steps would hold most of the time.
@@ -181,7 +173,7 @@ class WorkerSide:
         """This rank's report on the step of the engine, for the scheduler's side."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
-        return StepReport(self._plan.step, self._writer.done, computed=self._timer.take(), loaded=loaded)
+        return StepReport(self._writer.done, computed=self._timer.take(), loaded=loaded)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all segments are stored; False when `timeout` seconds were not enough."""
@@ -201,9 +193,7 @@ class WorkerSide:
         load_time: LoadTime | None = None
         try:
             deadlines = self._settings.deadlines
-            # A step that waits for the load is not delayed for as long as a load in the background.
-            longest_s = WAIT_S if plan.wait else deadlines.call_s
-            wait_s = min(load.at_most_s or longest_s, longest_s)
+            wait_s = min(load.at_most_s or deadlines.call_s, deadlines.call_s)
             serves = self._adapters is None or self._adapters.may_load(load.adapter)
             pool = self._session.get(plan.session, load.incarnation, wait_s) if serves else None
             if serves and pool is None:
@@ -231,7 +221,6 @@ class WorkerSide:
         self._counters.add(
             loads_failed=filled < len(load.blocks),
             tokens_loaded=min(filled * self._block, load.stop - load.start),
-            load_seconds=time.perf_counter() - started,
         )
 
 
@@ -269,10 +258,10 @@ class UnservedWorker:
         self._held.update(request for request, _ in self._plan.held)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """The names of all finished requests whose blocks vLLM keeps for this step, and, unless the step waits for its
-        loads, of all requests with a load in it."""
+        """The names of all finished requests whose blocks vLLM keeps for this step, and of all requests with a load in
+        it."""
         held, self._held = self._held, set()
-        return held, set() if self._plan.wait else {load.request for load in self._plan.loads}
+        return held, {load.request for load in self._plan.loads}
 
     def errors(self) -> set[int]:
         """The numbers of all blocks of the step's loads: vLLM recomputes their tokens."""
@@ -280,7 +269,7 @@ class UnservedWorker:
 
     def report(self) -> StepReport:
         """A report that this rank cannot serve the pool: the scheduler's side does not use the pool any more."""
-        return StepReport(self._plan.step, self._done, serves=False)
+        return StepReport(self._done, serves=False)
 
     def flush(self, timeout: float | None = None) -> bool:
         """True: no job waits."""

@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.vllm.disaggregated import is_split
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.offloading.hooks import begin, manager_of, worker_of
+from tokenlake_client.engines.vllm.offloading.identity import RankFacts, counted_group, identity_of, rank_facts
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
 from tokenlake_client.engines.vllm.patches import VERSION, apply
@@ -23,14 +32,33 @@ from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_po
 
 IDLE_S = 0.0005
 """Pause of an empty step while a lookup or a load runs in the background."""
+EXTENDED = ("build_connector_worker_meta", "get_transfer_results", "on_new_request", "update_connector_output")
+"""Methods of vLLM's connector without which the pool could not tell vLLM that a load failed, or which cache it has."""
+
+
+@dataclass
+class PoolWorkerMetadata(OffloadingWorkerMetadata):  # type: ignore[misc]
+    """vLLM's message from the ranks to the scheduler's side, with the reports of ranks on their caches."""
+
+    facts: dict[int, RankFacts] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """The messages of several ranks as one."""
+        whole = super().aggregate(other)
+        facts = {**self.facts, **getattr(other, "facts", {})}
+        return PoolWorkerMetadata(whole.completed_jobs, whole.transfer_stats, facts)
 
 
 class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[misc]
     """vLLM makes one connector for its scheduler and one for each rank. Only engines with an equal layout understand
-    the bytes of a segment."""
+    the bytes of a segment. Each rank reports on its cache in its first step; when all have reported, the layout is
+    known and the pool is opened."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises `ConfigurationError` for an unknown or invalid setting, and the errors of vLLM's connector."""
+        """Raises `ConfigurationError` for an unknown or invalid setting, `LayoutRefused` for a version of vLLM that the
+        pool cannot extend, and the errors of vLLM's connector."""
+        if not all(hasattr(OffloadingConnector, name) for name in EXTENDED):
+            raise LayoutRefused("this version of vLLM lacks a method of OffloadingConnector that the pool extends")
         transfer = vllm_config.kv_transfer_config
         # vLLM's scheduler reads the policy after it has made its connector. The tokens of a lost segment are computed.
         transfer.kv_load_failure_policy = "recompute"
@@ -44,15 +72,17 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         super().__init__(config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
             check_failure_policy()
-        side = self.connector_scheduler if role == KVConnectorRole.SCHEDULER else self.connector_worker
-        manager: PoolManager | None = manager_of(self)
-        self._manager = manager
-        self.side: Side = (manager.spec if manager is not None else side.spec).side
+        self._manager: PoolManager | None = None
+        self._reported = False
         self._placed: set[str] = set()
         self._local: dict[str, int] = {}
-        if manager is not None:
-            begin(self)
+        if role == KVConnectorRole.SCHEDULER:
+            self._manager = self.connector_scheduler.manager
+            self.side: Side = self._manager.spec.side
+            self._identify(self._manager)
             apply(VERSION)
+        else:
+            self.side = self.connector_worker.spec.side
 
     @property
     def layout(self) -> OpaqueLayout | None:
@@ -61,8 +91,24 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all computed chunks are stored; False when `timeout` seconds were not enough."""
-        worker: PoolWorker | None = worker_of(self)
+        worker = self._worker
         return worker is None or worker.chunks.flush(timeout)
+
+    @property
+    def _worker(self) -> PoolWorker | None:
+        """The backend on a rank, once vLLM has made it."""
+        return getattr(self.connector_worker, "worker", None)
+
+    def _identify(self, manager: PoolManager) -> None:
+        """Begin to identify the model. Reads the model's files in the background."""
+        spec, config, cached = manager.spec, self._vllm_config, self._kv_cache_config
+        manager.chunks.counted_group = counted_group(cached)
+        manager.serve_adapters(config.lora_config, config.model_config.dtype)
+        manager.opening.identify(
+            lambda: identity_of(
+                config, cached, spec.settings, chunk_blocks=spec.blocks_per_chunk, replicated=spec.replicated_layout
+            )
+        )
 
     # -- hooks of the scheduler's side
 
@@ -71,6 +117,8 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         """vLLM's hook for a request that has arrived."""
         self._warn_of_split(request)
         super().on_new_request(request)
+        if self._manager is not None:
+            self._manager.arrived(request)
 
     @hook(lambda: None)
     def _warn_of_split(self, request: Any) -> None:
@@ -137,6 +185,21 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         kept: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
         return kept
 
+    @hook(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """vLLM's hook for the outcome of a step on all ranks."""
+        self._take_reports(connector_output)
+        super().update_connector_output(connector_output)
+
+    @hook(lambda: None)
+    def _take_reports(self, output: Any) -> None:
+        if self._manager is not None:
+            facts = getattr(output.kv_connector_worker_meta, "facts", {})
+            if facts:
+                self._manager.opening.reported(facts, self._vllm_config.parallel_config.world_size)
+            for name in output.failed_recving or ():
+                self._manager.chunks.load_failed(name)
+
     def has_pending_push_work(self) -> bool:
         """False: vLLM need not go on with empty steps until all chunks are stored. The jobs run in the background, and
         the next step takes their outcome."""
@@ -159,3 +222,23 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         step; here they begin at once, because they run in the background."""
         super().wait_for_save()
         self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
+
+    @hook(None)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """vLLM's hook for asynchronous work of this rank: names the requests whose load failed, so that vLLM computes
+        them. vLLM's own connector takes each load for a success."""
+        results, worker = super().get_transfer_results(finished_req_ids), self._worker
+        if worker is not None:
+            results.failed_recving |= worker.take_failed() & set(results.finished_recving or ())
+        return results
+
+    @hook(None)
+    def build_connector_worker_meta(self) -> Any:
+        """vLLM's hook after a step: the first message has the report on the rank's cache."""
+        meta, worker = super().build_connector_worker_meta(), self._worker
+        if worker is None or self._reported:
+            return meta
+        self._reported = True
+        facts = rank_facts(self._vllm_config, self._kv_cache_config, worker.rank, worker.cache)
+        told = PoolWorkerMetadata(facts={worker.rank: facts})
+        return told if meta is None else told.aggregate(meta)

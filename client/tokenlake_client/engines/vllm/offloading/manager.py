@@ -45,8 +45,6 @@ class _Request(ServedRequest):
     name: str
     adapter_due: float = 0.0
     """The time until which the request waits for the digest of its adapter."""
-    served: bool = True
-    """False: the request is served without the pool."""
     lookup: ChunkLookup | None = None
     tokens: Callable[[], int] = int
     """Returns the number of the request's tokens that are known."""
@@ -108,13 +106,19 @@ class ChunkManager:
             self._stopped = True
             self._log_refusal(reason)
 
-    def new_request(self, name: str, hints: Hints | None = None) -> None:
-        """Record a request that has arrived."""
-        self._requests[name] = _Request(name=name, hints=hints)
-
-    def with_tokens(self, name: str, tokens: Callable[[], int]) -> None:
-        """Record how to learn the number of tokens of a request, which has just arrived."""
-        self._requests[name].tokens = tokens
+    def new_request(
+        self,
+        name: str,
+        hints: Hints | None = None,
+        tokens: Callable[[], int] = int,
+        adapter: RequestAdapter | None = None,
+    ) -> None:
+        """Record a request that has arrived and that the pool serves. `tokens` returns the number of its tokens that
+        are known. `adapter`: its LoRA adapter."""
+        due = self._clock() + self._settings.match_ms / 1e3
+        state = _Request(name=name, hints=hints, tokens=tokens, adapter=adapter, adapter_due=due)
+        self._requests[name] = state
+        self._record_adapter(state)
 
     def takes(self, name: str, start: int, stop: int) -> None:
         """Record that vLLM's own cache has the tokens of a request before `start`, and that those up to `stop` are
@@ -123,18 +127,6 @@ class ChunkManager:
         lookup = self._loads.get(name) or (state.lookup if state is not None else None)
         if lookup is not None:
             lookup.takes(start, stop)
-
-    def with_adapter(self, name: str, adapter: RequestAdapter) -> None:
-        """Record that a request, which has just arrived, is for a LoRA adapter."""
-        state = self._requests[name]
-        state.adapter, state.adapter_due = adapter, self._clock() + self._settings.match_ms / 1e3
-        self._record_adapter(state)
-
-    def refuse_request(self, name: str, reason: str) -> None:
-        """Serve a request, which has just arrived, without the pool, and log the reason."""
-        self._requests[name].served = False
-        self._counters.add(requests_not_served=1)
-        self._log_refusal(reason)
 
     def cache_emptied(self) -> None:
         """Record that vLLM's own cache was emptied."""
@@ -162,7 +154,7 @@ class ChunkManager:
         state = self._looking.get(name)
         if state is None:
             state = self._requests.get(name)
-            if state is None or not (state.served and state.may_load) or self._stopped:
+            if state is None or not state.may_load or self._stopped:
                 return Found.MISS
             return self._begin(state, chunks)
         lookup = state.lookup
@@ -231,7 +223,7 @@ class ChunkManager:
         state = self._requests.get(name)
         if state is not None:
             self._record_adapter(state)
-        if state is None or not (state.served and state.may_store and self._settings.save) or self._stopped:
+        if state is None or not (state.may_store and self._settings.save) or self._stopped:
             return None
         pool = self._pool() if self._pool is not None else None
         if pool is None or not pool.connected or not self._hashed(keys) or not state.identified:

@@ -45,11 +45,6 @@ class Opening:
         """Guards `connection` and `_closed`, which the background thread and the scheduler's thread use."""
         self._closed = False
 
-    @property
-    def begun(self) -> bool:
-        """True if `identify` was called."""
-        return self._identity is not None
-
     def identify(self, identity: Callable[[], EngineIdentity]) -> None:
         """Call `identity` in the background thread: it returns the parts of the layout that the scheduler's side
         knows."""

@@ -1,11 +1,5 @@
-"""`TokenLakeOffloadingSpec`, a backend of vLLM's OffloadingConnector: adapts manager and worker to vLLM's classes.
-
-`TokenLakeConnector` uses it by itself where it is needed. It can also be named for vLLM's own connector::
-
-    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-     "kv_connector_extra_config": {"spec_name": "TokenLakeOffloadingSpec",
-                                   "spec_module_path": "tokenlake_client.engines.vllm.offloading.spec"}}
-"""
+"""`TokenLakeOffloadingSpec`, a backend of vLLM's OffloadingConnector: adapts manager and worker to vLLM's classes. Only
+for `OpaqueLayoutConnector`, which tells vLLM of failed loads."""
 
 from __future__ import annotations
 
@@ -36,14 +30,13 @@ from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
 from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.patches import OFFLOADING, apply
 from tokenlake_client.engines.vllm.side import Side, not_served
 from tokenlake_client.pool import Pool
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-VLLM_SETTINGS = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only")
-"""Keys of `kv_connector_extra_config` that vLLM's OffloadingConnector reads."""
+VLLM_SETTINGS = ("spec_name", "spec_module_path")
+"""Keys of `kv_connector_extra_config` by which vLLM's OffloadingConnector finds this class."""
 RESULTS = [LookupResult.MISS, *[LookupResult[found.name.replace("PENDING", "HIT_PENDING")] for found in Found]]
 """vLLM's name of each `Found`, by the value of the `Found`. The values begin with 1; index 0 is not used."""
 POLL_S = 0.0002
@@ -62,13 +55,10 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         self.side = Side({name: value for name, value in config.extra_config.items() if name not in VLLM_SETTINGS})
         self.settings, self.replicated_layout = self.side.settings, config.replicated_layout
         # The tokens that a request generates are stored too: they are the prompt of the conversation's next turn.
-        self.offload_prompt_only = bool(config.extra_config.get("offload_prompt_only", False))
-        if not {"block_size", "blocks_per_chunk"} & set(config.extra_config):
-            self.blocks_per_chunk = blocks_per_chunk(self.tokens_per_block, self.settings.segment_tokens)
+        self.offload_prompt_only = False
+        self.blocks_per_chunk = blocks_per_chunk(self.tokens_per_block, self.settings.segment_tokens)
         self.manager: PoolManager | None = None
         self.worker: PoolWorker | None = None
-        if not apply(OFFLOADING):
-            raise LayoutRefused("this version of vLLM lacks a method of OffloadingConnector that the pool extends")
 
     def get_manager(self) -> PoolManager:
         """vLLM's hook in its scheduler."""
@@ -196,26 +186,22 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self.chunks.complete_store(keys)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """vLLM's hook for a request that has arrived."""
-        hints = None
-        try:
-            hints = self._side.hints(req_context.req_id, req_context.kv_transfer_params)
-        except Exception as error:
-            self._reports.failure("reading a request's hints", error)
-        self.chunks.new_request(req_context.req_id, hints)
-        self.opening.requested()
+        """vLLM's hook for a request that has arrived; `arrived` follows."""
         return RequestOffloadingContext()
 
     @guarded
     def arrived(self, request: Any) -> None:
-        """vLLM's request whose arrival `on_new_request` has reported. Never raises."""
-        name, lora = request.request_id, request.lora_request
-        self.chunks.with_tokens(name, lambda: int(request.num_tokens))
+        """Serve a request, unless the pool cannot. Never raises."""
+        self.opening.requested()
         reason = not_served(request, self._adapters)
         if reason is not None:
-            self.chunks.refuse_request(name, reason)
-        elif lora is not None and self._adapters is not None:
-            self.chunks.with_adapter(name, self._adapters.find(lora))
+            self._side.counters.add(requests_not_served=1)
+            self._side.refuse(reason)
+            return
+        name, lora = request.request_id, request.lora_request
+        hints = self._side.hints(name, request.kv_transfer_params)
+        adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+        self.chunks.new_request(name, hints, lambda: int(request.num_tokens), adapter)
 
     def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
         """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
@@ -232,12 +218,6 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         self.chunks.step_ends(context.new_req_ids, context.preempted_req_ids)
         self._side.status.update(self.opening.pool, silent=self.chunks.silent)
 
-    @guarded
-    def reset_cache(self) -> None:
-        """vLLM's hook for a reset of the caches, after which the weights may have changed: chunks that were stored
-        before are not loaded any more."""
-        self.chunks.new_weights(self.opening.epoch.reset(empty=False))
-
     def shutdown(self) -> None:
         """Release all leases, and end the connection."""
         self.chunks.close()
@@ -253,8 +233,6 @@ class PoolWorker(OffloadingWorker):  # type: ignore[misc]
         self.chunks = chunks
         self.rank = rank
         self.cache = cache
-        self.reported = False
-        """True: the rank has reported on its cache."""
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """vLLM's hook: store chunks."""

@@ -213,7 +213,6 @@ class ChunkWorker:
                 self._report("loading segments", error)
         else:
             self._end(load.number, nbytes, time.perf_counter() - started)
-        self._counters.add(load_seconds=time.perf_counter() - started)
 
     def _load_parts(self, load: _Load) -> int:
         job = load.job
