@@ -109,7 +109,7 @@ install-engines: $(VENV)/.installed-engines
 # Editable installs share the venv's hatchling, so that the build is pinned too.
 $(VENV)/.installed: pyproject.toml bench/pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) hatchling
-	$(PIP_INSTALL) --no-build-isolation --editable ".[server]" --editable "./bench[plot]"
+	$(PIP_INSTALL) --no-build-isolation --editable ".[server]" --editable ./bench
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -16,8 +16,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.errors import ConfigurationError
-
 WINDOW_S: Final = 10.0
 
 
@@ -26,8 +24,6 @@ class SendLog:
     from 0."""
 
     def __init__(self, nodes: int) -> None:
-        if nodes < 1:
-            raise ConfigurationError("nodes", nodes, "at least 1")
         self.nodes = nodes
         self._at_s = array("d")
         self._node = array("q")
@@ -46,34 +42,29 @@ class SendLog:
         node, nbytes = np.array(self._node, np.int64), np.array(self._nbytes, np.int64)
         return [int(nbytes[node == each].sum()) for each in range(self.nodes)]
 
-    def table(self, window_s: float = WINDOW_S) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Bytes sent per time window and node: (start of each window in seconds, table of bytes). Windows in which no
-        node sent anything are left out."""
-        _check_window(window_s)
-        numbers, window = np.unique(np.floor(np.array(self._at_s) / window_s), return_inverse=True)
+    def table(self) -> NDArray[np.float64]:
+        """Bytes sent per time window and node. Windows in which no node sent anything are left out."""
+        numbers, window = np.unique(np.floor(np.array(self._at_s) / WINDOW_S), return_inverse=True)
         places = window.astype(np.int64) * self.nodes + np.array(self._node, np.int64)
         cells = np.bincount(places, weights=np.array(self._nbytes), minlength=len(numbers) * self.nodes)
-        return numbers * window_s, cells.astype(np.float64).reshape(len(numbers), self.nodes)
+        return cells.astype(np.float64).reshape(len(numbers), self.nodes)
 
 
 class BusyLog:
     """A log of the seconds in which engine instances compute, by window of time. `instances` is their number; they are
     numbered from 0."""
 
-    def __init__(self, instances: int, window_s: float = WINDOW_S) -> None:
-        _check_window(window_s)
+    def __init__(self, instances: int) -> None:
         self.instances = instances
         self.total_s = 0.0
         """Seconds of computing, summed over all instances."""
-        self._window_s = window_s
         self._cells: dict[int, list[float]] = {}
 
     def add(self, instance: int, from_s: float, to_s: float) -> None:
         """Add the time span of one step (forward pass) of an instance; the steps of one instance must not overlap."""
         self.total_s += to_s - from_s
-        length = self._window_s
-        for window in range(math.floor(from_s / length), math.floor(to_s / length) + 1):
-            part_s = min(to_s, (window + 1) * length) - max(from_s, window * length)
+        for window in range(math.floor(from_s / WINDOW_S), math.floor(to_s / WINDOW_S) + 1):
+            part_s = min(to_s, (window + 1) * WINDOW_S) - max(from_s, window * WINDOW_S)
             if part_s > 0:
                 self._cells.setdefault(window, [0.0] * self.instances)[instance] += part_s
 
@@ -104,22 +95,3 @@ def spread(table: NDArray[np.float64]) -> Spread:
         cv=float(table.std(axis=1).sum()) * nodes / total,
         max_over_mean=float(table.max(axis=1).sum()) * nodes / total,
     )
-
-
-def load(log: SendLog, window_s: float = WINDOW_S) -> Spread:
-    """Measure of how unevenly the bytes of the logged segments are spread over the nodes that sent them."""
-    return spread(log.table(window_s)[1])
-
-
-def max_over_mean_from(log: SendLog, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """Bytes that the most loaded node sent, divided by the mean over the nodes, for each of `windows` time windows; the
-    first begins at `at_s`, a multiple of `window_s`. Fewer values where the log ends earlier; windows without sent
-    bytes are left out."""
-    starts, table = log.table(window_s)
-    chosen = table[(starts >= at_s) & (starts < at_s + windows * window_s)]
-    return [float(row.max() / row.mean()) for row in chosen if row.any()]
-
-
-def _check_window(window_s: float) -> None:
-    if not 0 < window_s < math.inf:
-        raise ConfigurationError("window_s", window_s, "a finite number of seconds above 0")

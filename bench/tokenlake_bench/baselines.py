@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.payload import PayloadIdentity
@@ -22,8 +22,8 @@ from tokenlake_bench.workload import Request
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A request as the compared caches see it. `chain` has one id per full segment of the prompt, in order; equal ids
-    mean equal tokens up to the segment's end. Other fields are as in `Request`; `output_tokens` is the length of the
-    answer, 0 where the trace does not have it. It is a `Turn`, so that it can be replayed at its time."""
+    mean equal tokens up to the segment's end. Other fields are as in `Request` and in `Turn`; `output_tokens` is the
+    length of the answer, 0 where the trace does not have it."""
 
     tokens: int
     chain: tuple[int, ...]
@@ -46,10 +46,6 @@ class Accesses:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts together, those behind the last full segments included."""
         return sum(prompt.tokens for prompt in self.prompts)
-
-    def open_loop(self) -> Accesses:
-        """The same prompts as a workload in which each arrives at its recorded time and follows no answer."""
-        return Accesses(self.segment_tokens, [replace(each, follows=None, pause_s=0.0) for each in self.prompts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +126,7 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
         digests = identity.digests(request.tokens, segment_tokens)
         chain = tuple(ids.setdefault(digest, len(ids)) for digest in digests)
         answer = len(request.output_tokens)
-        prompts.append(
-            Prompt(
-                len(request.tokens),
-                chain,
-                request.at_s,
-                answer,
-                request.conversation,
-                request.follows,
-                request.pause_s,
-            )
-        )
+        prompts.append(Prompt(len(request.tokens), chain, request.at_s, answer, request.conversation))
     return Accesses(segment_tokens, prompts)
 
 

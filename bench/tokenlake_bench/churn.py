@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, Unreachable
-from tokenlake.layout import Layout
-from tokenlake_bench.daemons import Authority
 from tokenlake_bench.load import Answer, Asked, Load, hit_rate
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share, table, write_json
+from tokenlake_bench.sizing import layout_of
 from tokenlake_client import Deadlines, Pool
+from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.cluster import Cluster, Node, node_names
 from tokenlake_testing.etcd import EtcdServers, etcd_version
 
@@ -50,17 +50,7 @@ RECENT: Final = 40
 """A request of the moving half asks for one of so many prompts, of which the oldest is replaced by a new one at every
 `RENEWED`th request."""
 RENEWED: Final = 4
-LAYOUT: Final = Layout(
-    model_id="churn",
-    weights_digest="00",
-    dtype="float16",
-    layers=2,
-    kv_heads=4,
-    key_dim=32,
-    value_dim=32,
-    position="none",
-    segment_tokens=SEGMENT_TOKENS,
-)
+LAYOUT: Final = layout_of(CLUSTER, SEGMENT_TOKENS, 32, layers=2, kv_heads=4)
 """Segments of 16 KiB."""
 DEADLINES: Final = Deadlines(call_s=2.0, grace_s=2.0)
 """Of the engines' calls: on a busy machine a daemon may not run for a quarter of a second. Matches have the daemons'
@@ -241,9 +231,10 @@ def _run(arguments: ChurnArguments, change: Change | None, subject: str, seed: i
         if change == "join":
             cluster.add(subject)
         if arguments.encrypt:
-            authority = Authority(cluster.directory / "ca", CLUSTER)
+            authority, _ = init_ca(cluster.directory / "ca", CLUSTER)
             for node in cluster.nodes:
-                authority.certify(node)
+                certificate, key = issue(cluster.directory / "ca", node.name)
+                node.settings |= {"certificate": str(certificate), "key": str(key), "ca": str(authority)}
         nodes = {node.name: node for node in cluster.nodes}
         stack.callback(cluster.close)
         for name in names:
@@ -255,7 +246,7 @@ def _run(arguments: ChurnArguments, change: Change | None, subject: str, seed: i
             client = load.connect(nodes[name].socket)
             for number in _fixed_at(place, len(names)):
                 client.serve(prompts.tokens(number))
-            client.close()
+            client.pool.close()
         if change == "return":
             # What the node held is lost before the run; its daemon starts with the change.
             nodes[subject].kill()

@@ -24,7 +24,6 @@ def _option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 _seed = _option("--seed", default=0, help="Seed of all that is drawn.")
 _python = _option("--python", type=_FILE, help="Interpreter with the engine. [default for vllm: .venv-vllm's]")
 _json = _option("--json", "json_file", type=_FILE, help="Write the result to this file.")
-_plot = _option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 
 
 def _run(module: str, command: str, arguments: dict[str, Any]) -> Any:
@@ -53,64 +52,44 @@ def bench() -> None:
 @_option("--trace", type=_FILE, help="A trace in Mooncake's format or coding-agent sessions, .jsonl or .zst.")
 @_option("--nodes", default=3, help="Daemons to start on this machine, or simulated ones.")
 @_option("--capacity-tokens", type=int, help="Of the whole pool. [default: 3,000,000; built-in workload: 24,000]")
+@_option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
+@_option("--limit", type=int, help="Replay only the first N requests.")
+@_seed
 @_option(
     "--engine-cache-tokens",
     type=int,
     help="simulate: GPU cache of each instance; --capacity-tokens is the memory behind. [default: no such cache]",
 )
-@_option("--disk-tokens", type=int, help="Tokens that the nodes' disks hold. [default: no disks]")
-@_option(
-    "--disk-writes-per-day",
-    type=float,
-    help="Budget of the disks, as in the setting. [default: the setting's; with --speed 0 no limit]",
-)
-@_option("--disk-directory", type=_DIRECTORY, help="live: where the disks' files are. [default: the system's]")
-@_option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
-@_option("--limit", type=int, help="Replay only the first N requests.")
-@_option("--speed", default=0.0, help="Trace seconds per second; 0: as fast as possible.")
-@_option(
-    "--route",
-    help="The node of each request: round-robin, random or conversation; simulate: least-loaded or round-robin. "
-    "[default: the first of these]",
-)
-@_seed
-@_option("--flash-at", type=float, help="From this second on, 30 % of the requests share a new prefix.")
-@_option(
-    "--shipped-deadlines",
-    is_flag=True,
-    help="Use the daemons' default deadlines, in place of longer ones with which a busy machine changes no result.",
-)
+@_option("--disk-tokens", type=int, help="simulate: tokens that the nodes' disks hold. [default: no disks]")
+@_option("--disk-writes-per-day", type=float, help="simulate: budget of the disks. [default: the setting's]")
+@_option("--route", help="simulate: the node of each request: least-loaded or round-robin. [default: the first]")
 @_option("--pools", help="simulate: forms of the pool, or all. [default: pool, and pool-real for real baselines]")
 @_option("--baselines", help="simulate: systems to compare with, all or none. [default: cache-aware-perfect]")
 @_option("--model", help="simulate: the model of an instance. [default: llama-3-8b]")
 @_option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
 @_option("--rate", type=float, help="simulate: requests per second. [default: as in the trace]")
-@_option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times, answered or not.")
+@_option("--open-loop", is_flag=True, help="simulate: requests of sessions arrive at their recorded times.")
+@_option("--goodput", is_flag=True, help="simulate: search the highest rate with 90 % of the requests in objective.")
 @_option("--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]")
 @_option("--swarm", type=int, help="simulate: every 20 s, add so many requests that share a prefix of 16,384 tokens.")
 @_json
-@_plot
-def cache_hit(mode: str, **arguments: Any) -> None:
+def cache_hit(**arguments: Any) -> None:
     """Replay a trace against real daemons, compare every byte, and compare with other arrangements of the same memory.
 
     Without a trace a built-in workload of conversations is replayed. With --mode simulate: any number of nodes with
     simulated engines, beside other systems. Ctrl-C prints and writes the results so far.
     """
-    if mode == "live":
-        _run("cache_hit", "cache_hit", arguments)
-    elif not _run("simulation.command", "simulate", arguments):
+    if not _run("cache_hit", "cache_hit", arguments):
         sys.exit(130)
 
 
 @bench.command("eviction")
 @_option("--trace", "traces", type=_FILE, multiple=True, help="A trace in either format; repeatable.")
 @_option("--capacity-tokens", help="Capacities of the whole pool: 1000000,3000000. [default: three, by format]")
-@_option("--policy", "policies", help="Policies: forecast,lru,s3fifo. [default: all]")
-@_option("--hint-accuracy", type=float, help="Clients hint whether a conversation goes on; share of right hints.")
+@_option("--policy", "policies", help="Policies: forecast,lru. [default: all]")
 @_option("--limit", type=int, help="Only the first N requests of each trace.")
 @_seed
 @_json
-@_plot
 def eviction(**arguments: Any) -> None:
     """Compare eviction policies with an infinite cache and with a cache that knows the future.
 
@@ -126,11 +105,6 @@ def eviction(**arguments: Any) -> None:
     default="none,native",
     help="none: no cache; native: vLLM's own; lmcache: LMCache's server (`make install-lmcache`).",
 )
-@_option(
-    "--families",
-    default="",
-    help="all, or some of llama, fp8-cache, quantised, mla, sliding-window, hybrid, speculative, lora.",
-)
 @_option("--model", type=_DIRECTORY, help="Directory of a model.")
 @_python
 @_option("--lengths", default="1024,4096,16384", help="Lengths of the prompts, in tokens.")
@@ -140,33 +114,14 @@ def eviction(**arguments: Any) -> None:
 def engine(**arguments: Any) -> None:
     """Measure the time to the first token of an engine with and without the pool.
 
-    Then compares two instances behind round robin, with the pool and without, that have the same memory in all. With
-    --families, also measures a small model of each family, of which a second process reads what the first one stored.
+    Then compares two instances behind round robin, with the pool and without, that have the same memory in all.
     """
     _run("engine.command", "engine", arguments)
 
 
-@bench.command("handover")
-@_option("--handovers", default=100, help="Prompts that are handed over at once.")
-@_option("--tokens", default=700, help="Length of the first of these prompts, in tokens.")
-@_option("--long-tokens", default=4000, help="Length of the prompts that are timed.")
-@_option("--repeats", default=5, help="Prompts that are timed, and requests that move.")
-@_option("--nodes", default=2, help="1: both engines on one node; 2: each on its own.")
-@_python
-@_json
-def handover(**arguments: Any) -> None:
-    """Let one engine compute prompts and another one generate their tokens.
-
-    Counts the hand-overs after which the second engine computed one token, times its first token against a bare copy
-    of the same bytes, and counts what an engine computes of requests that were aborted at another one.
-    """
-    _run("engine.handover", "handover", arguments)
-
-
 @bench.command("transfer")
-@_option("--against", default="", help="Other stores to run in turn with the pool: mooncake,redis,lmcache.")
+@_option("--against", default="", help="Other stores to run in turn with the pool: mooncake,redis.")
 @_option("--sizes", default="1MiB,32MiB", help="Sizes of the segments.")
-@_option("--encrypt", is_flag=True, help="Also two nodes with certificates, in turn with the plain ones.")
 @_option("--rounds", default=30, help="Repetitions of each row, per peer.")
 @_option("--peer-python", type=_FILE, help="Interpreter with the peers' packages. [default: this one]")
 @_json

@@ -18,12 +18,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.report import format_bytes, format_share
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import Send, SimulatedCluster
-from tokenlake_bench.simulation.command import SimulateArguments
 from tokenlake_bench.simulation.engine import RequestOutcome
-from tokenlake_bench.simulation.pooled import PooledRun, pool_options
+from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.pools import POOL_PLANNED_REAL, POOLS
 
 SEEDS: Final = (0, 1, 2)
@@ -66,14 +66,14 @@ class Plan:
         """Simulate the run."""
         return self._churn() if self.shape == "churn" else self._served()
 
-    def _arguments(self) -> SimulateArguments:
+    def _arguments(self) -> CacheHitArguments:
         more: dict[str, Any] = {
             "engine cache": {"engine_cache_tokens": GPU_TOKENS},
             "swarm": {"swarm": 16},
             "disk": {"disk_tokens": 4 * TOKENS_PER_NODE * self.nodes},
         }.get(self.shape, {})
         copies = self.nodes // 8
-        return SimulateArguments(
+        return CacheHitArguments(
             trace=self.trace,
             nodes=self.nodes,
             capacity_tokens=TOKENS_PER_NODE * self.nodes,
@@ -85,19 +85,10 @@ class Plan:
 
     def _served(self) -> Cell:
         arguments = self._arguments()
-        engine, (capacity, segment) = arguments.engine(), arguments.size
-        options = pool_options(
-            engine,
-            nodes=self.nodes,
-            capacity_tokens=capacity,
-            segment_tokens=segment,
-            seed=self.seed,
-            rules={},
-            disk_tokens=arguments.disk_tokens or 0,
-        )
-        run, route = POOLS[POOL_PLANNED_REAL].prepare(options, engine, arguments.engine_cache_tokens)
-        _, arrivals = arguments.workload(print)
-        run.run(arrivals, route=_skewed(run) if self.shape == "skew" else route)
+        run = arguments.run_of(POOLS[POOL_PLANNED_REAL])
+        if self.shape == "skew":
+            run.route = _skewed(run)
+        run.run(arguments.arrivals()[1])
         row, cluster = run.row(), run.simulation.cluster
         return Cell(
             name=self.name,
@@ -112,15 +103,7 @@ class Plan:
     def _churn(self) -> Cell:
         """Two nodes join, then two others drain, while engines that take no time serve the requests in turn."""
         arguments = self._arguments()
-        capacity, segment = arguments.size
-        options = pool_options(
-            arguments.engine(),
-            nodes=self.nodes,
-            capacity_tokens=capacity,
-            segment_tokens=segment,
-            seed=self.seed,
-            rules={},
-        )
+        options = arguments.options()
         tokens = hits = 0
 
         def finished(outcome: RequestOutcome) -> None:
@@ -129,7 +112,7 @@ class Plan:
             hits += outcome.hits
 
         cluster = SimulatedCluster(options, finished, joining=2)
-        _, arrivals = arguments.workload(print)
+        _, arrivals = arguments.arrivals()
         last_s = arrivals[-1].at_s
         changes: tuple[Callable[[], object], ...] = (
             cluster.add,
@@ -143,7 +126,7 @@ class Plan:
         return Cell(
             name=self.name,
             seed=self.seed,
-            hits=hits * segment / tokens,
+            hits=hits * options.segment_tokens / tokens,
             objective=None,
             moved_bytes=cluster.network.nbytes,
             messages=cluster.network.messages.total(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,15 +25,6 @@ MATCH_S: Final = 1.0
 """Seconds that a match may take, so long that hit rates do not depend on it; latencies are reported separately."""
 PATIENCE_S: Final = 5.0
 """Seconds that a store waits at most without progress while the daemon's bound on segments being written is reached."""
-
-Tokens = NDArray[np.uint32]
-ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]
-"""Computes the segment keys of the full segments of a prompt."""
-
-
-def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
-    """The segment keys of the prompt's full segments, as the pool computes them."""
-    return pool.prefix(tokens).keys
 
 
 @dataclass(slots=True)
@@ -61,35 +52,18 @@ class Served:
 class LiveClient:
     """A replaying engine at one node: a client of the node's daemon, without a model."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        seed: int,
-        *,
-        window: int = WINDOW,
-        tenant: str | None = None,
-        chain: ChainOf = chain_of,
-        haste: float = 1.0,
-        match_s: float | None = MATCH_S,
-    ) -> None:
-        """`window`: number of segments read at a time. `tenant`: the tenant in whose name the expected bytes are
-        computed, by default that of the connection. `haste`: seconds of the daemon's clock per real second. `match_s`:
-        deadline of a match; None: the daemon's."""
+    def __init__(self, pool: Pool, seed: int, *, window: int = WINDOW, match_s: float | None = MATCH_S) -> None:
+        """`window`: number of segments read at a time. `match_s`: deadline of a match; None: the daemon's."""
         self.pool = pool
         self._window = window
-        self._chain = chain
-        self._match_s = None if match_s is None else match_s * haste
-        # With 0 the daemon predicts the deadline of a fetch. On a clock that runs faster than real time the shortest
-        # predicted deadline is too short in real time, so a fixed one is given.
-        self._fetch_s = MATCH_S * haste if haste > 1 else 0.0
-        fingerprint = pool.layout.fingerprint()
-        self._identity = PayloadIdentity(seed, pool.engine.tenant if tenant is None else tenant, fingerprint)
+        self._match_s = match_s
+        self._identity = PayloadIdentity(seed, pool.engine.tenant, pool.layout.fingerprint())
 
-    def serve(self, tokens: Tokens, *, store: bool = True) -> Served:
+    def serve(self, tokens: NDArray[np.uint32], *, store: bool = True) -> Served:
         """Serve one prompt: read its longest prefix from the pool, compare its bytes, and with `store` store the
         missing segments. Calls without an answer are counted as failures and their segments as missing. Raises
         `Unreachable` when the daemon has ended."""
-        keys = self._chain(self.pool, tokens)
+        keys = self.pool.prefix(tokens).keys
         digests = self._identity.digests(tokens, self.pool.layout.segment_tokens)
         served = Served(keys)
         for step in (self._read, self._store) if store else (self._read,):
@@ -98,10 +72,6 @@ class LiveClient:
             except DeadlinePassed:
                 served.failures += 1
         return served
-
-    def close(self) -> None:
-        """Disconnect from the daemon."""
-        self.pool.close()
 
     def _read(self, served: Served, digests: list[bytes]) -> None:
         began = time.perf_counter()
@@ -112,7 +82,7 @@ class LiveClient:
             while served.hits < lease.hits:
                 start, stop = served.hits, min(served.hits + self._window, lease.hits)
                 began = time.perf_counter()
-                arrays = lease.fetch(start, stop, deadline_s=self._fetch_s)
+                arrays = lease.fetch(start, stop, deadline_s=0.0)
                 served.fetch_s.append(time.perf_counter() - began)
                 served.hits += len(arrays)
                 served.remote += [index for index in range(start, served.hits) if lease.codes[index] == Code.REMOTE]

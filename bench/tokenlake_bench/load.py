@@ -141,7 +141,7 @@ class Load:
                         self.failures += 1
                         self.errors.append(f"{socket.stem}: {type(error).__name__}: {error}")
                 finally:
-                    client.close()
+                    client.pool.close()
             self._stopping.wait(RETRY_S)
 
 

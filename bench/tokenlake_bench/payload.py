@@ -59,31 +59,12 @@ def fill(out: NDArray[np.uint8], digest: bytes) -> None:
         out[-rest:] = (_PAGE ^ tags[whole]).view(np.uint8)[:rest]
 
 
-def check(data: NDArray[np.uint8], digest: bytes) -> bool:
-    """True if `data` has exactly the expected bytes of the segment with this `digest` (contiguous, one-dimensional; may
-    be read-only).
-
-    Compares page by page, with 128 KiB of scratch memory, and stops at the first page that differs.
-    """
-    tags = _tags(digest, len(data))
-    whole = len(data) // _PAGE_BYTES
-    expected = np.empty(_PAGE_WORDS, dtype=np.uint64)
-    equal = np.empty(_PAGE_WORDS, dtype=np.bool_)
-    for number, page in enumerate(data[: whole * _PAGE_BYTES].view(np.uint64).reshape(whole, _PAGE_WORDS)):
-        np.bitwise_xor(_PAGE, tags[number], out=expected)
-        np.equal(page, expected, out=equal)
-        if not equal.all():
-            return False
-    rest = len(data) - whole * _PAGE_BYTES
-    return not rest or bool(np.array_equal(data[-rest:], (_PAGE ^ tags[whole]).view(np.uint8)[:rest]))
-
-
 def wrong_bytes(data: NDArray[np.uint8], digest: bytes) -> int:
-    if check(data, digest):
-        return 0
+    """Number of bytes of `data` that are not the expected ones of the segment with this `digest` (contiguous,
+    one-dimensional; may be read-only)."""
     expected = np.empty_like(data)
     fill(expected, digest)
-    return int(np.count_nonzero(data != expected))
+    return 0 if np.array_equal(data, expected) else int(np.count_nonzero(data != expected))
 
 
 def _tags(digest: bytes, size: int) -> NDArray[np.uint64]:

@@ -3,7 +3,6 @@ another and all at once, and what it has again after each start."""
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -26,7 +25,7 @@ from tokenlake_bench.payload import PayloadIdentity, wrong_bytes
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_duration, format_share, table, write_json
 from tokenlake_bench.sizing import bench_layout
-from tokenlake_bench.workload import BuiltinSettings, builtin_workload
+from tokenlake_bench.workload import BuiltinWorkload
 from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.disk_keys import keys_on_disk
@@ -102,7 +101,6 @@ class RestartResult(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     failures: int
     wrong_bytes: int
-    load_average: float
 
 
 @dataclass
@@ -117,10 +115,8 @@ class _Conversations:
     """The digest (`payload`) of each segment that was asked for."""
 
     def __post_init__(self) -> None:
-        settings = BuiltinSettings(
-            requests=REQUESTS, seed=self.seed, prompt_tokens=(600, 2_000), concurrent=CONVERSATIONS * self.nodes
-        )
-        self._workload = builtin_workload(settings)
+        concurrent = CONVERSATIONS * self.nodes
+        self._workload = BuiltinWorkload(REQUESTS, self.seed, prompt_tokens=(600, 2_000), concurrent=concurrent)
         self._identity = PayloadIdentity(self.seed, "default", LAYOUT.fingerprint())
         self._taken = 0
         self._draw = random.Random(self.seed)
@@ -143,7 +139,7 @@ class _Conversations:
 def run_restart(arguments: RestartArguments, console: Console | None = None) -> RestartResult:
     """Run all restarts and print the table. Raises TokenLakeError: `Unreachable` where a daemon does not end or start,
     and after the table where bytes differ."""
-    console, load_average = console or Console(), os.getloadavg()[0]
+    console = console or Console()
     cluster = Cluster(arguments.nodes, MEMORY, REGION, disk_writes_per_day="0", **PATIENT)
     cluster.deadlines = Deadlines(call_s=CALL_S)
     cluster.give_disks()
@@ -170,7 +166,6 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
         seed=arguments.seed,
         failures=load.failures,
         wrong_bytes=load.wrong_bytes,
-        load_average=load_average,
     )
     console.print(_table(result))
     write_json(result, arguments.json_file)

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.mixing import WORD, key_of, mix64
-from tokenlake_bench.trace_lines import TraceError, explain, refuse_beyond_share, text_lines
-from tokenlake_bench.workload import Request, check_vocabulary, stream_tokens
+from tokenlake_bench.trace_lines import TraceError, decoded
+from tokenlake_bench.workload import VOCABULARY, Request, stream_tokens
 
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
@@ -45,12 +45,6 @@ _NO_IDS: Final = np.empty(0, dtype=np.int64)
 _NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
 _TEXT_STREAM: Final = 1
 _TAIL_STREAM: Final = 2
-_KINDS: Final = {
-    "primary": "true or false",
-    "t": "a number of seconds",
-    "hash_ids": "block ids as text",
-    "requests": "a list of requests",
-}
 
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
@@ -93,22 +87,13 @@ class SessionRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionTrace:
-    """Recorded coding-agent sessions as a workload that knows its segments without computing tokens (`TraceSource`)."""
+    """Recorded coding-agent sessions as a workload that knows its segments without computing tokens."""
 
-    def __init__(
-        self, name: str, requests: list[SessionRequest], malformed: list[TraceError], seed: int, vocabulary: int
-    ) -> None:
+    def __init__(self, name: str, requests: list[SessionRequest], seed: int) -> None:
         self.requests = requests
         """The requests of all sessions in order of time."""
-        self.malformed = malformed
-        """Errors of the malformed lines that were skipped."""
-        self._name = name
+        self.name = name
         self._seed = seed
-        self._vocabulary = vocabulary
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -123,18 +108,29 @@ class SessionTrace:
         # The tokens behind the last full block have no id: they are unique to this request.
         tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
         tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
-        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT, request.follows, request.pause_s)
+        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = 512) -> Accesses:
         """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
-        ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size. See `TraceSource`."""
+        ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
-        chains = _Chains(segment_tokens // BLOCK_TOKENS)
+        blocks = segment_tokens // BLOCK_TOKENS
+        known: dict[tuple[int, bytes], int] = {}
+        """Segment ids by (id of the previous segment, block ids of the segment). For the first segment of a prompt the
+        previous id is -1 minus the number of the session."""
+
+        def chain(session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
+            found, before = [], -1 - session
+            for start in range(0, len(ids) - blocks + 1, blocks):
+                before = known.setdefault((before, ids[start : start + blocks].tobytes()), len(known))
+                found.append(before)
+            return tuple(found)
+
         prompts = [
             Prompt(
                 request.length,
-                chains.chain(request.session, request.block_ids),
+                chain(request.session, request.block_ids),
                 request.at_s,
                 request.output_length,
                 request.conversation,
@@ -146,34 +142,7 @@ class SessionTrace:
         return Accesses(segment_tokens, prompts)
 
     def _stream(self, keys: NDArray[np.uint64], count: int) -> NDArray[np.uint32]:
-        return stream_tokens(keys, count, self._vocabulary).reshape(-1)
-
-
-class _Chains:
-    """Assigns ids to segments of recorded sessions: two segments get the same id if all blocks up to their ends are
-    equal."""
-
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
-        self._ids: dict[tuple[int, bytes], int] = {}
-        """Segment ids by (id of the previous segment, block ids of the segment). For the first segment of a prompt the
-        previous id is -1 minus the number of the session."""
-        self._last: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
-
-    def chain(self, session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
-        """Segment ids of a prompt. Only the segments behind the prefix that it shares with the session's previous
-        prompt are looked up."""
-        previous, known = self._last.get(session, (ids[:0], ()))
-        common = min(len(ids), len(previous))
-        unequal = np.flatnonzero(ids[:common] != previous[:common])
-        common = int(unequal[0]) if len(unequal) else common
-        chain = list(known[: common // self._blocks])
-        for start in range(len(chain) * self._blocks, len(ids) - self._blocks + 1, self._blocks):
-            before = chain[-1] if chain else -1 - session
-            key = (before, ids[start : start + self._blocks].tobytes())
-            chain.append(self._ids.setdefault(key, len(self._ids)))
-        self._last[session] = ids, tuple(chain)
-        return self._last[session][1]
+        return stream_tokens(keys, count, VOCABULARY).reshape(-1)
 
 
 def read_sessions(
@@ -181,25 +150,23 @@ def read_sessions(
     *,
     limit: int | None = None,
     seed: int = 0,
-    vocabulary: int = 32_000,
     sessions_per_hour: float = SESSIONS_PER_HOUR,
 ) -> SessionTrace:
     """The sessions at `path`, in the file's order, started by a Poisson process that `seed` draws; or the first `limit`
     requests of them.
 
-    Token ids are a function of (`seed`, session, block id, position), below `vocabulary`; those behind the last full
-    block are unique to the request. A malformed line is skipped and counted.
+    Token ids are a function of (`seed`, session, block id, position), below `VOCABULARY`; those behind the last full
+    block are unique to the request.
 
-    Raises TraceError for a file that cannot be read, has no session, or more malformed lines than `MALFORMED_SHARE`;
-    ConfigurationError for an argument out of range.
+    Raises TraceError for a file that cannot be read, has no session, or has a malformed line; ConfigurationError for an
+    argument out of range.
     """
     if limit is not None and limit < 1:
         raise ConfigurationError("limit", limit, "at least 1")
     if not 0 < sessions_per_hour < float("inf"):
         raise ConfigurationError("sessions_per_hour", sessions_per_hour, "a finite number above 0")
-    check_vocabulary(vocabulary)
     path = Path(path)
-    sessions, malformed = _parse(path)
+    sessions = _parse(path)
     rng = random.Random(seed)
     at_s = 0.0
     agents = 0
@@ -218,7 +185,7 @@ def read_sessions(
             for request in session
         )
         agents += 1 + max(request.conversation for request in session)
-    return SessionTrace(path.name, _in_time_order(requests)[:limit], malformed, seed, vocabulary)
+    return SessionTrace(path.name, _in_time_order(requests)[:limit], seed)
 
 
 def _in_time_order(requests: list[SessionRequest]) -> list[SessionRequest]:
@@ -232,56 +199,23 @@ def _in_time_order(requests: list[SessionRequest]) -> list[SessionRequest]:
     ]
 
 
-def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
-    """(requests of each session with times from the session's start, errors of malformed lines)."""
-    decoder = msgspec.json.Decoder(_Line)
+def _parse(path: Path) -> list[list[SessionRequest]]:
+    """The requests of each session that is no copy of another one, with times from the session's start."""
     sessions: list[list[SessionRequest]] = []
-    malformed: list[TraceError] = []
-    lines = 0
-    for number, text in enumerate(text_lines(path), start=1):
-        if not text.strip():
-            continue
-        lines += 1
+    for number, line in decoded(msgspec.json.Decoder(_Line), path):
+        found: list[SessionRequest] = []
         try:
-            session = _session(decoder, text, path, number)
-        except TraceError as error:
-            malformed.append(error)
-            continue
-        if session:
-            sessions.append(session)
-    refuse_beyond_share(path, malformed, lines)
+            if line.block_size != BLOCK_TOKENS:
+                raise ValueError(f"block_size: expected {BLOCK_TOKENS}, got {line.block_size}")
+            if line.primary:
+                _add_requests(found, line.requests, 0.0, itertools.count(), None)
+        except ValueError as error:
+            raise TraceError(path, str(error), number) from None
+        if found:
+            sessions.append(found)
     if not sessions:
         raise TraceError(path, "expected at least one session that is primary; the file has none")
-    return sessions, malformed
-
-
-def _session(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> list[SessionRequest]:
-    """The requests of the session that one line of the file records; none if the line is marked as a copy of another
-    session. Raises TraceError."""
-    try:
-        line = decoder.decode(text)
-        if line.block_size != BLOCK_TOKENS:
-            raise _Malformed(f"expected {BLOCK_TOKENS}, got {line.block_size}", "block_size")
-        found: list[SessionRequest] = []
-        if line.primary:
-            _add_requests(found, line.requests, 0.0, itertools.count(), None)
-        return found
-    except _Malformed as error:
-        raise TraceError(path, error.problem, number, error.field) from None
-    except msgspec.ValidationError as error:
-        problem, field = explain(str(error), _KINDS)
-        raise TraceError(path, problem, number, field) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(path, f"expected one JSON object; {error}", number) from None
-    except RecursionError:
-        raise TraceError(path, "expected sub-agents few levels deep", number, "requests") from None
-
-
-class _Malformed(Exception):
-    def __init__(self, problem: str, field: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.field = field
+    return sessions
 
 
 def _add_requests(
@@ -300,7 +234,7 @@ def _add_requests(
     earliest = 0.0
     for entry in entries:
         if entry.t < earliest:
-            raise _Malformed(f"expected at least {earliest:g}, the request before; got {entry.t:g}", "t")
+            raise ValueError(f"t: expected at least {earliest:g}, the request before; got {entry.t:g}")
         earliest = entry.t
         if entry.requests is not None:
             begins_s = entry.t - (entry.duration_ms or 0.0) / 1000
@@ -323,20 +257,18 @@ def _add_requests(
 
 
 def _expand(text: str, blocks: int) -> NDArray[np.int64]:
-    """The block ids that a text such as "1-3,7" lists; raises an error unless there are `blocks` of them."""
+    """The block ids that a text such as "1-3,7" lists; raises ValueError unless there are `blocks` of them."""
     ranges: list[tuple[int, int]] = []
     count = 0
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         last = last or first
         if len(part) > _MAX_RANGE_TEXT or not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise _Malformed(
-                f"expected ids and ranges of ids as in '1-3,7'; got '{part[:_MAX_RANGE_TEXT]}'", "hash_ids"
-            )
+            raise ValueError(f"hash_ids: expected ids and ranges as in '1-3,7'; got '{part[:_MAX_RANGE_TEXT]}'")
         count += int(last) - int(first) + 1
         if count > blocks:
             break
         ranges.append((int(first), int(last)))
     if count != blocks:
-        raise _Malformed(f"expected {blocks} ids, one per full {BLOCK_TOKENS}-token block; got {count}", "hash_ids")
+        raise ValueError(f"hash_ids: expected {blocks}, one per full {BLOCK_TOKENS}-token block; got {count}")
     return np.concatenate([np.arange(first, last + 1, dtype=np.int64) for first, last in ranges] or [_NO_IDS])

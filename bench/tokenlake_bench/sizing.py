@@ -39,23 +39,36 @@ class PoolSize:
         return self.nodes * self.node_segments * self.layout.segment_tokens
 
 
-def bench_layout(segment_tokens: int, least_bytes: int = SMALLEST_SEGMENT) -> Layout:
-    """A layout with one layer and one KV head whose segments have 16 bytes per token, or more where a segment would be
-    smaller than `least_bytes`."""
-    if not 1 <= segment_tokens <= 1 << 20:
-        raise ConfigurationError("segment_tokens", segment_tokens, f"1 to {1 << 20}")
-    dim = max(4, -(-least_bytes // (segment_tokens * FLOAT16_PAIR)))
+def layout_of(
+    model_id: str,
+    segment_tokens: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    layers: int = 1,
+    kv_heads: int = 1,
+    dtype: str = "float16",
+) -> Layout:
+    """A layout of random contents, which has no positions. `value_dim`: None: `key_dim`."""
     return Layout(
-        model_id="tokenlake-bench",
+        model_id=model_id,
         weights_digest="00",
-        dtype="float16",
-        layers=1,
-        kv_heads=1,
-        key_dim=dim,
-        value_dim=dim,
+        dtype=dtype,
+        layers=layers,
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=key_dim if value_dim is None else value_dim,
         position="none",
         segment_tokens=segment_tokens,
     )
+
+
+def bench_layout(segment_tokens: int) -> Layout:
+    """A layout with one layer and one KV head whose segments have 16 bytes per token, or more where a segment would be
+    smaller than `SMALLEST_SEGMENT`."""
+    if not 1 <= segment_tokens <= 1 << 20:
+        raise ConfigurationError("segment_tokens", segment_tokens, f"1 to {1 << 20}")
+    return layout_of("tokenlake-bench", segment_tokens, max(4, -(-SMALLEST_SEGMENT // (segment_tokens * FLOAT16_PAIR))))
 
 
 def disk_bytes(tokens: int, layout: Layout) -> int:

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.sessions import SessionTrace, read_sessions
 from tokenlake_bench.trace_lines import text_lines
 from tokenlake_bench.traces import MooncakeTrace, read_mooncake
-from tokenlake_bench.workload import Workload
-
-
-class TraceSource(Workload, Protocol):
-    """A workload that knows the ids of its segments without computing tokens."""
-
-    def accesses(self, segment_tokens: int = ...) -> Accesses:
-        """The requests of this workload with an id per full segment and the lengths of the answers; equal to
-        `intern_segments` of the workload. Raises ConfigurationError for a segment size that is no multiple of the
-        trace's own blocks."""
-        ...
 
 
 def read_trace(
@@ -29,7 +16,7 @@ def read_trace(
 ) -> MooncakeTrace | SessionTrace:
     """The trace at `path`, read as coding-agent sessions if its first line has `requests`, else as Mooncake's format.
     `jitter_s` applies to the latter only, whose times may be rounded. Raises as `read_sessions` and `read_mooncake`."""
-    first = next((text for text in text_lines(path) if text.strip()), b"")
+    _, first = next(text_lines(path), (0, b""))
     try:
         sessions = "requests" in msgspec.json.decode(first, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -19,15 +19,12 @@ from numpy.typing import NDArray
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.mixing import WORD, key_of, mix64
-from tokenlake_bench.trace_lines import TraceError, explain, refuse_beyond_share, text_lines
-from tokenlake_bench.workload import Request, check_vocabulary, stream_tokens
-
-__all__ = ["BLOCK_TOKENS", "MooncakeTrace", "TraceError", "read_mooncake"]
+from tokenlake_bench.trace_lines import TraceError, decoded
+from tokenlake_bench.workload import VOCABULARY, Request, stream_tokens
 
 BLOCK_TOKENS: Final = 512
 
 _NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
-_KINDS: Final = {"hash_ids": "a list of block ids", "timestamp": "a number of milliseconds"}
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -48,21 +45,12 @@ class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class MooncakeTrace:
-    """A trace in Mooncake's format as a workload that knows its segments without computing tokens (`TraceSource`)."""
+    """A trace in Mooncake's format as a workload that knows its segments without computing tokens."""
 
-    def __init__(
-        self, name: str, requests: list[_TraceRequest], malformed: list[TraceError], seed: int, vocabulary: int
-    ) -> None:
-        self.malformed = malformed
-        """Errors of the malformed lines that were skipped."""
-        self._name = name
+    def __init__(self, name: str, requests: list[_TraceRequest], seed: int) -> None:
+        self.name = name
         self._requests = requests
         self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
-        self._vocabulary = vocabulary
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -73,12 +61,12 @@ class MooncakeTrace:
     def __getitem__(self, index: int) -> Request:
         request = self._requests[index]
         keys = mix64(mix64(request.block_ids) + self._key)
-        tokens = stream_tokens(keys, BLOCK_TOKENS, self._vocabulary).reshape(-1)[: request.length]
+        tokens = stream_tokens(keys, BLOCK_TOKENS, VOCABULARY).reshape(-1)[: request.length]
         return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = BLOCK_TOKENS) -> Accesses:
         """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
-        ConfigurationError unless `segment_tokens` is a multiple of 512, the trace's block size. See `TraceSource`."""
+        ConfigurationError unless `segment_tokens` is a multiple of 512, the trace's block size."""
         if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
             raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
         every = segment_tokens // BLOCK_TOKENS
@@ -96,27 +84,25 @@ def read_mooncake(
     *,
     limit: int | None = None,
     seed: int = 0,
-    vocabulary: int = 32_000,
     jitter_s: float = 0.0,
 ) -> MooncakeTrace:
     """The trace at `path`, or its first `limit` requests.
 
-    Token ids are a function of (`seed`, block id, position), below `vocabulary`; the last block is cut to
+    Token ids are a function of (`seed`, block id, position), below `VOCABULARY`; the last block is cut to
     `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to each arrival
     and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a request whose prompt
     contains the last full block of an earlier prompt continues that conversation (a first block, which all requests may
     share, does not count).
 
-    A malformed line is skipped and counted. Raises TraceError for a file that cannot be read, is empty, goes back in
-    time, or has more malformed lines than `MALFORMED_SHARE`; ConfigurationError for an argument out of range.
+    Raises TraceError for a file that cannot be read, is empty, goes back in time, or has a malformed line;
+    ConfigurationError for an argument out of range.
     """
     if limit is not None and limit < 1:
         raise ConfigurationError("limit", limit, "at least 1")
     if not 0 <= jitter_s < float("inf"):
         raise ConfigurationError("jitter_s", jitter_s, "a finite number of seconds, at least 0")
-    check_vocabulary(vocabulary)
     path = Path(path)
-    lines, malformed = _parse(path, limit)
+    lines = _parse(path, limit)
     arrivals = _jittered([line.timestamp / 1_000 for line in lines], jitter_s, seed)
     conversations = _conversations(lines)
     requests = [
@@ -125,52 +111,27 @@ def read_mooncake(
         )
         for at_s, conversation, line in zip(arrivals, conversations, lines, strict=True)
     ]
-    return MooncakeTrace(path.name, requests, malformed, seed, vocabulary)
+    return MooncakeTrace(path.name, requests, seed)
 
 
-def _parse(path: Path, limit: int | None) -> tuple[list[_Line], list[TraceError]]:
-    """(the well-formed lines of the file, in order of time, up to `limit`; the errors of the malformed ones)."""
-    decoder = msgspec.json.Decoder(_Line)
+def _parse(path: Path, limit: int | None) -> list[_Line]:
+    """The lines of the file in order of time, up to `limit`."""
     lines: list[_Line] = []
-    malformed: list[TraceError] = []
     earliest = 0.0
-    for number, text in enumerate(text_lines(path), start=1):
-        if not text.strip():
-            continue
-        try:
-            line = _decode(decoder, text, path, number)
-        except TraceError as error:
-            malformed.append(error)
-            continue
+    for number, line in decoded(msgspec.json.Decoder(_Line), path):
         if line.timestamp < earliest:
-            problem = f"expected at least {earliest:g}, the line before; got {line.timestamp:g}"
-            raise TraceError(path, problem, number, "timestamp")
+            raise TraceError(path, f"timestamp: expected at least {earliest:g}, got {line.timestamp:g}", number)
+        blocks = -(-line.input_length // BLOCK_TOKENS)
+        if len(line.hash_ids) != blocks:
+            problem = f"hash_ids: expected {blocks}, one per started {BLOCK_TOKENS}-token block of the prompt"
+            raise TraceError(path, f"{problem}; got {len(line.hash_ids)}", number)
         earliest = line.timestamp
         lines.append(line)
         if len(lines) == limit:
             break
-    refuse_beyond_share(path, malformed, len(lines) + len(malformed))
     if not lines:
         raise TraceError(path, "expected at least one request; the file has none")
-    return lines, malformed
-
-
-def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> _Line:
-    try:
-        line = decoder.decode(text)
-    except msgspec.ValidationError as error:
-        problem, field = explain(str(error), _KINDS)
-        raise TraceError(path, problem, number, field) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(path, f"expected one JSON object; {error}", number) from None
-    blocks = -(-line.input_length // BLOCK_TOKENS)
-    if len(line.hash_ids) != blocks:
-        problem = (
-            f"expected {blocks} ids, one per started {BLOCK_TOKENS}-token block of an input_length of "
-            f"{line.input_length}; got {len(line.hash_ids)}"
-        )
-        raise TraceError(path, problem, number, "hash_ids")
-    return line
+    return lines
 
 
 def _conversations(lines: list[_Line]) -> list[int]:

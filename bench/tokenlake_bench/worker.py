@@ -61,11 +61,6 @@ class Worker:
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
 
-    @property
-    def pid(self) -> int:
-        """The process id. It stays valid until `close`, which reaps the process."""
-        return self._process.pid
-
     def call(self, name: str, **arguments: object) -> Any:
         """Call the function `name` in the process and return its result. Raises `Unreachable` with the error of the
         function, or with the last lines of the log when the process ended."""

@@ -81,26 +81,6 @@ class Recorder:
         self._file.close()
 
 
-def recording(recorder: Recorder) -> Callable[[Handle], Handle]:
-    """For `Driver.wrap`: records each event of the rules. An event that they refuse has no instructions."""
-
-    def wrap(handle: Handle) -> Handle:
-        def recorded(event: Event, now: float) -> list[Instruction]:
-            instructions: list[Instruction] = []
-            try:
-                instructions = handle(event, now)
-            except HandlerFailed as failure:
-                instructions = failure.instructions
-                raise
-            finally:
-                recorder.add(now, event, instructions)
-            return instructions
-
-        return recorded
-
-    return wrap
-
-
 class Replayed(msgspec.Struct, frozen=True):
     """The result of a replay."""
 

@@ -4,28 +4,11 @@ tokenizer. One function per family writes a model's directory."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tokenlake_testing.tiny_model import TinyModel, save_network, save_tiny_model
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A family of models, as the benchmarks run it.
-
-    `save`: writes a model of the given dimensions to a directory and returns it. `arguments`: arguments of `vllm.LLM`.
-    `model`: dimensions with which a prefill of 4,096 tokens takes at least 0.5 s on one CPU thread. `adapter`: requests
-    are for a LoRA adapter, which `save_adapter` writes. `settings`: of the connector.
-    """
-
-    save: Callable[[str | Path, TinyModel | None], Path]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    model: TinyModel = field(default_factory=TinyModel)
-    adapter: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def save_quantised(directory: str | Path, model: TinyModel | None = None) -> Path:
@@ -212,22 +195,6 @@ def save_adapter(directory: str | Path, model: TinyModel | None = None, rank: in
     text = settings | {"target_modules": sorted(outputs), "bias": "none", "base_model_name_or_path": "tiny"}
     (path / "adapter_config.json").write_text(json.dumps(text, indent=2) + "\n")
     return path
-
-
-FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": Family(save_tiny_model),
-    "fp8-cache": Family(save_tiny_model, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
-    "quantised": Family(save_quantised),
-    "mla": Family(save_latent, model=TinyModel(layers=2, heads=2, kv_heads=2), settings={"serve_inexact": True}),
-    "sliding-window": Family(save_sliding_window),
-    "hybrid": Family(save_hybrid, {"dtype": "bfloat16"}),
-    "speculative": Family(
-        save_tiny_model,
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
-    ),
-    "lora": Family(save_tiny_model, {"enable_lora": True, "max_lora_rank": 8}, TinyModel(layers=2), adapter=True),
-}
-"""By name, the families of `tokenlake bench engine --families`."""
 
 
 def _dimensions(sizes: TinyModel) -> dict[str, Any]:

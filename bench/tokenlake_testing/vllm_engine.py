@@ -42,7 +42,6 @@ class VllmEngine:
         if transfer:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._pool = pool
-        self._clocks: dict[str, list[float]] = {}
         self._planted: tuple[Any, str, Any] | None = None
         self._adapters: dict[str, int] = {}
         self._llm = LLM(model=model, **settings)
@@ -172,21 +171,6 @@ class VllmEngine:
     def layout(self) -> str:
         return str(_ours(self._side())[0].layout.encode().hex())
 
-    def clocks(self) -> dict[str, list[float]]:
-        """Seconds of each forward pass (step) of the engine that computed tokens, and of each call of the rank's hooks
-        of saving, since the last call; the first call begins the measurement. Names that end in ` cpu` have the calling
-        thread's processor time."""
-        if not self._clocks:
-            core = self._llm.llm_engine.engine_core.engine_core
-            self._clock(core, "step_fn", lambda result: bool(result[1]))
-            if self._pool is not None:
-                self._clock(self._rank(), "save_kv_layer")
-                self._clock(self._rank(), "wait_for_save")
-        taken = {name: list(times) for name, times in self._clocks.items()}
-        for times in self._clocks.values():
-            times.clear()
-        return taken
-
     def door(self) -> str:
         """How the pool serves the engine: "connector" (the model's layout is the pool's), "offloading" (behind vLLM's
         OffloadingConnector), or "none"."""
@@ -226,30 +210,6 @@ class VllmEngine:
             copy = rank._worker._copy
             copy.to_slot = _after(seconds, type(copy).to_slot.__get__(copy))
 
-    def bare_copy(self, segments: int) -> dict[str, float]:
-        """Seconds in which `segments` segments are copied from host memory into the engine's blocks, by the functions
-        that a load uses and without anything else; and seconds of a copy of as many bytes within host memory. The
-        blocks must be free; vLLM's own cache is reset."""
-        import numpy as np
-
-        from tokenlake.layout import Layout
-        from tokenlake_client.engines.vllm.step_plan import Part
-
-        worker = _ours(self._rank())[0]._worker
-        layout = Layout.decode(bytes.fromhex(self.layout()))
-        source = np.ones((segments, layout.segment_bytes), np.uint8)
-        target = np.ones_like(source)
-        each = layout.segment_tokens // worker._block
-        began = time.perf_counter()
-        for index, slot in enumerate(source):
-            worker._copy.from_slot(slot, Part(0, 0, 0, tuple(range(1 + index * each, 1 + (index + 1) * each))))
-        worker._copy.finish()
-        copied = time.perf_counter()
-        np.copyto(target, source)
-        ended = time.perf_counter()
-        self.forget()
-        return {"cache_copy_ms": copied - began, "memory_copy_ms": ended - copied}
-
     def expect_prefill(self, token_s: float) -> None:
         """Make the planner expect `token_s` seconds per computed token, by replacing all measurements of prefills that
         it remembers."""
@@ -258,20 +218,6 @@ class VllmEngine:
         for number in range(NEWEST):
             tokens = 100 * (number + 1)
             self._side()._scheduler.rates.prefill.add(tokens, 0, tokens * token_s, time.monotonic())
-
-    def _clock(self, owner: Any, name: str, counts: Callable[[Any], bool] = lambda result: True) -> None:
-        function = getattr(owner, name)
-        times, own = (self._clocks.setdefault(key, []) for key in (name, f"{name} cpu"))
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            started, own_started = time.perf_counter(), time.thread_time()
-            result = function(*args, **kwargs)
-            if counts(result):
-                times.append(time.perf_counter() - started)
-                own.append(time.thread_time() - own_started)
-            return result
-
-        setattr(owner, name, call)
 
     def hook_ms(self, tokens: int) -> float | None:
         """Milliseconds that vLLM's scheduler spends in the connector on a new prompt, for hashing it, sending the match

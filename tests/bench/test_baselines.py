@@ -45,34 +45,6 @@ def test_segments_are_told_apart_by_their_whole_prefix() -> None:
     assert found.prompt_tokens == 22
 
 
-def test_an_infinite_cache_finds_all_that_was_seen() -> None:
-    # Hits: 0, 2, 3, 0, 1 segments of 10 tokens; the prompts have 35 + 35 + 35 + 15 + 25 tokens.
-    assert infinite_cache(accesses("abc", "abd", "abc", "x", "ae")) == HitCount(60, 145)
-
-
-def test_lru_evicts_the_oldest_and_children_before_parents() -> None:
-    # abc fills 3 places; x takes that of c, the deepest; abc finds ab; then x is the oldest, so c takes its place.
-    assert global_lru(accesses("abc", "x", "abc", "x"), 30) == HitCount(20, 100)
-    assert global_lru(accesses("abc", "x", "abc", "abc"), 30) == HitCount(20 + 30, 120)
-
-
-def test_a_child_goes_before_its_parent() -> None:
-    # y takes the place of b, the only one not touched again; the last request finds a.
-    assert global_lru(accesses("ab", "a", "x", "y", "ab"), 30) == HitCount(10 + 10, 25 + 15 * 3 + 25)
-
-
-def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
-    assert global_lru(accesses("abcde", "abcde"), 30) == HitCount(30, 110)
-
-
-def test_round_robin_repeats_what_other_nodes_have() -> None:
-    two = accesses("ab", "ab", "ab", "ab")
-    assert private_round_robin(two, 2, 40) == HitCount(40, 100)
-    assert private_round_robin(two, 1, 40) == HitCount(60, 100)
-    # Two segments each: node 0 sees ab, cd, ab, node 1 ef three times.
-    assert private_round_robin(accesses("ab", "ef", "cd", "ef", "ab", "ef"), 2, 40) == HitCount(40, 150)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_routing_goes_where_the_longest_prefix_is(seed: int) -> None:
     # The first two requests start the two nodes; from then on each chain is found where it was.
@@ -92,11 +64,6 @@ def test_equal_seeds_route_alike() -> None:
     rates = [[private_routed(many, 4, 120, seed).rate for seed in range(10)] for _ in range(2)]
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 1
-
-
-def test_one_node_is_one_cache() -> None:
-    many = accesses("abc", "abd", "x", "abc", "xy", "abd")
-    assert private_routed(many, 1, 40, 0) == private_round_robin(many, 1, 40) == global_lru(many, 40)
 
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=30)
@@ -137,10 +104,6 @@ def test_all_four() -> None:
     assert found.ideal == found.global_lru == HitCount(12, 16)
     assert found.private == HitCount(8, 16)
     assert found.private_routed == HitCount(8, 16)
-
-
-def test_nothing_asked_is_a_rate_of_zero() -> None:
-    assert infinite_cache(Accesses(10, [])).rate == 0.0
 
 
 def test_arguments_out_of_range_are_named() -> None:

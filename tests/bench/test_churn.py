@@ -12,9 +12,9 @@ from rich.console import Console
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey
 from tokenlake_bench import churn
-from tokenlake_bench.churn import FIXED_PROMPTS, ChurnArguments, Prompts, findable, p99_ms, run_churn
+from tokenlake_bench.churn import ChurnArguments, findable, run_churn
 from tokenlake_bench.live_client import Served
-from tokenlake_bench.load import Answer, Asked, hit_rate
+from tokenlake_bench.load import Answer, Asked
 from tokenlake_testing.etcd import etcd_version
 
 
@@ -41,20 +41,6 @@ def test_findable_counts_what_was_found_before() -> None:
     assert findable(before, [request(1, 2), request(2, 4)]) == 0.5
     assert findable(before, [request(1, 0, fixed=False)]) == 1.0
     assert findable([], []) == 1.0
-
-
-def test_rates_and_quantiles() -> None:
-    assert hit_rate([request(1, 8), request(2, 4)]) == 0.75
-    assert hit_rate([]) == 0.0
-    assert p99_ms([request(1, 8, match_ms=float(number)) for number in range(200)]) == pytest.approx(198.0)
-    assert p99_ms([]) == 0.0
-
-
-def test_every_prompt_of_the_fixed_half_is_asked_for() -> None:
-    prompts = Prompts(1)
-    drawn = [prompts.draw() for _ in range(3 * FIXED_PROMPTS)]
-    assert {asked.number for asked in drawn if asked.fixed} == set(range(FIXED_PROMPTS))
-    assert all(asked.number >= FIXED_PROMPTS for asked in drawn if not asked.fixed)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -14,14 +13,10 @@ import pytest
 
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.engine.command import EngineArguments, _Pair, run_engine
-from tokenlake_bench.engine.families import families_of, reason_of
 from tokenlake_bench.engine.lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine.workload import Conversations
 from tokenlake_testing.engine_lines import Timed
-from tokenlake_testing.families import FAMILIES, save_adapter
-from tokenlake_testing.tiny_model import TinyModel
 
-TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=4, heads=4, kv_heads=2, positions=8192)
 LIMIT_S = 60.0
 SERVER = """
 import http.server, sys
@@ -70,24 +65,8 @@ def lmcache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_families_are_named_once_or_all_of_them() -> None:
-    assert families_of("") == []
-    assert families_of("mla, llama,mla") == ["mla", "llama"]
-    assert families_of("all") == list(FAMILIES)
-    with pytest.raises(ConfigurationError, match="whisper.*names among llama"):
-        families_of("llama,whisper")
-
-
-def test_the_reason_of_a_skipped_family_is_the_last_error() -> None:
-    log = "ValueError: first\n  raise second\n[rank0]: AssertionError: CPU GDN attention requires BF16.\nmore"
-    assert reason_of(log) == "AssertionError: CPU GDN attention requires BF16."
-    assert reason_of("no word of it") == "no word of it"
-
-
-def test_families_need_vllm_and_lmcache_names_its_make_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lmcache_names_its_make_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="vllm only"):
-        run_engine(EngineArguments(engine="transformers", families="llama"))
     with pytest.raises(ConfigurationError, match="make install-lmcache"):
         run_engine(EngineArguments(against="none,lmcache"))
     with pytest.raises(ConfigurationError, match="make install-lmcache"):
@@ -140,22 +119,3 @@ def test_a_server_that_ends_at_its_start_shows_its_log(lmcache: Path) -> None:
     (lmcache / "lmcache" / "cli" / "main.py").write_text("raise SystemExit('no such option')")
     with pytest.raises(Unreachable, match="no such option"), LMCacheServer(sys.executable, 64, directory=lmcache):
         pass
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_model_of_a_family_is_the_same_each_time(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    family = FAMILIES[name]
-    first, second = (family.save(tmp_path / part, TINY) for part in ("first", "second"))
-    for file in ("config.json", "model.safetensors"):
-        assert (first / file).read_bytes() == (second / file).read_bytes()
-    assert json.loads((first / "config.json").read_text())["num_hidden_layers"] == TINY.layers
-
-
-def test_adapters_of_other_seeds_have_other_weights(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    weights = [
-        (save_adapter(tmp_path / str(at), TINY, seed=seed) / "adapter_model.safetensors").read_bytes()
-        for at, seed in enumerate((1, 1, 2))
-    ]
-    assert weights[0] == weights[1] != weights[2]

@@ -40,7 +40,7 @@ def pooled(
     accesses: Accesses, nodes: int, node_segments: int, engine_segments: int, *, real: bool = True
 ) -> tuple[SystemRow, PooledRun]:
     options = pool_options(
-        ENGINE, nodes=nodes, capacity_tokens=nodes * node_segments * TOKENS, segment_tokens=TOKENS, seed=0, rules={}
+        ENGINE, nodes=nodes, capacity_tokens=nodes * node_segments * TOKENS, segment_tokens=TOKENS, seed=0
     )
     engines: list[CachedEngine] = []
 
@@ -166,21 +166,6 @@ def test_a_hit_at_another_node_costs_network_and_copy() -> None:
     assert sum(answer.remote_tokens for answer in run.answers) == 8 * TOKENS
 
 
-def test_private_memory_is_not_shared_and_the_pool_is() -> None:
-    accesses = prompts(*[CHAIN] * 4)
-    private, _ = offloaded(accesses, "round-robin-real", 4, 100, 100)
-    assert private.token_hit_rate == 0.0
-    _, run = pooled(accesses, 4, 100, 100)
-    assert all(answer.hit_tokens == 8 * TOKENS for answer in run.answers[1:])
-
-
-def test_a_gpu_finds_what_the_pool_cannot_hold() -> None:
-    row, run = pooled(prompts(CHAIN, CHAIN), 1, 4, 200)
-    assert run.answers[-1].hit_tokens == run.answers[-1].engine_tokens == 8 * TOKENS
-    assert row.engine_share == 1.0
-    assert sum(1 for _ in run.simulation.cluster.nodes[0].store.segments()) <= 4
-
-
 def test_ample_gpu_caches_find_everything_without_the_pool() -> None:
     accesses = with_answers(conversations(80, gap_s=4.0), 20)
     ideal = infinite_cache(accesses)
@@ -196,15 +181,6 @@ def test_requests_under_way_take_gpu_memory_and_not_the_pools() -> None:
     (small, _), (free, _) = (pooled(accesses, 2, 2000, 120, real=real) for real in (True, False))
     assert small.engine_share < free.engine_share
     assert small.token_hit_rate == pytest.approx(free.token_hit_rate, abs=0.03)
-
-
-def test_without_shared_prefixes_the_pool_equals_private_memory() -> None:
-    accesses = Accesses(TOKENS, [Prompt(4096, tuple(range(8 * at, 8 * at + 8)), 1.0 * at, 50) for at in range(80)])
-    private, _ = offloaded(accesses, "round-robin-real", 4, 500, 100)
-    row, _ = pooled(accesses, 4, 500, 100)
-    assert row.token_hit_rate == private.token_hit_rate == 0
-    assert row.ttft_p50_ms == pytest.approx(private.ttft_p50_ms, rel=0.02)
-    assert row.tpot_p50_ms == pytest.approx(private.tpot_p50_ms, rel=0.02)
 
 
 @pytest.mark.parametrize("name", list(SYSTEMS))

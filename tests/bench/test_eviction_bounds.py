@@ -61,7 +61,3 @@ def test_what_is_never_read_again_is_not_stored() -> None:
     asked = accesses([(0, 1), (5, 6, 7), (0, 1), (8, 6, 7), (0, 1)])
     assert global_lru(asked, 30).hit_tokens == 0
     assert bounds_of(asked).clairvoyant(2).hit_tokens == 40
-
-
-def test_nothing_asked() -> None:
-    assert bounds_of(Accesses(10, [])).clairvoyant(5).rate == 0.0

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.errors import ConfigurationError
-from tokenlake_bench.simulation.command import SimulateArguments
-from tokenlake_bench.simulation.goodput import Goodput, goodput, highest_rate, main
+from tokenlake_bench.cache_hit import CacheHitArguments
+from tokenlake_bench.cli import bench
+from tokenlake_bench.simulation.goodput import Goodput, highest_rate, search
 
 
 @given(st.integers(-80, 80), st.integers(-80, 80))
@@ -36,23 +35,19 @@ def test_where_no_rate_is_good_there_is_none(start: int) -> None:
     assert found > 10 >= start
 
 
-@pytest.mark.parametrize("system", [pytest.param("pool", marks=pytest.mark.slow), "cache-aware-real"])
-def test_the_rate_is_the_last_with_nine_in_ten_in_time(system: str, tmp_path: Path) -> None:
+def test_the_rate_is_the_last_with_nine_in_ten_in_time(tmp_path: Path) -> None:
     file = tmp_path / "goodput.json"
-    arguments = SimulateArguments(limit=80, nodes=2, model="llama-3-70b", json_file=file)
-    result = goodput(arguments, [system], say=lambda line: None)
-    rate, tried = result.rates[system], dict(result.shares[system])
-    assert tried[rate] >= 0.9
-    assert tried[min(each for each in tried if each > rate)] < 0.9
-    assert msgspec.json.decode(file.read_bytes(), type=Goodput) == result
-
-
-def test_an_unknown_system_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"systems.*cache-aware-perfect"):
-        goodput(SimulateArguments(limit=5), ["sglang"], say=lambda line: None)
-    done = CliRunner().invoke(main, ["--systems", "sglang", "--limit", "5"])
-    assert done.exit_code == 1
-    assert "systems" in done.output
+    arguments = ["cache-hit", "--mode", "simulate", "--goodput", "--pools", "pool-real", "--json", str(file)]
+    arguments += ["--baselines", "cache-aware-real"]
+    done = CliRunner().invoke(bench, [*arguments, "--limit", "40", "--nodes", "2", "--model", "llama-3-70b"])
+    assert done.exit_code == 0, done.output
+    result = msgspec.json.decode(file.read_bytes(), type=Goodput)
+    assert list(result.rates) == ["pool-real", "cache-aware-real"]
+    for system, rate in result.rates.items():
+        assert f"{rate:.2f}" in done.output
+        tried = dict(result.shares[system])
+        assert tried[rate] >= 0.9
+        assert tried[min(each for each in tried if each > rate)] < 0.9
 
 
 def test_a_load_that_no_rate_raises_is_no_goodput(tmp_path: Path) -> None:
@@ -61,5 +56,5 @@ def test_a_load_that_no_rate_raises_is_no_goodput(tmp_path: Path) -> None:
     turns = [{"t": at_s, "in": 1024, "out": 4, "hash_ids": "1-16", "api_time": 1.0} for at_s in (0.0, 60.0)]
     trace.write_bytes(msgspec.json.encode({"primary": True, "block_size": 64, "requests": turns}))
     lines: list[str] = []
-    goodput(SimulateArguments(trace=trace), ["round-robin-perfect"], say=lines.append)
+    search(CacheHitArguments(trace=trace, baselines="round-robin-perfect"), lines.append)
     assert any("not a goodput" in line for line in lines)

@@ -35,7 +35,7 @@ def measured(name: str) -> list[Row]:
     return [each.row for each in said if each.row is not None]
 
 
-@pytest.mark.parametrize("name", ["copies", "locks", "ship"])
+@pytest.mark.parametrize("name", ["copies", "ship"])
 def test_the_checks_are_right_on_the_device_of_tests(name: str) -> None:
     rows = measured(name)
     assert rows
@@ -87,7 +87,7 @@ def ending(rig):
 def sound(rig):
     yield Row("first", True)
 
-for name, rows in (("copies", failing), ("ship", hanging), ("locks", ending), ("blocks", sound)):
+for name, rows in (("copies", failing), ("ship", hanging), ("kernel", ending), ("blocks", sound)):
     command.CHECKS[name] = command.Named("__main__", rows.__name__, 60.0)
 sys.exit(command.main(sys.argv[1:]))
 """
@@ -99,7 +99,7 @@ def test_a_check_that_fails_hangs_or_dies_costs_only_itself(tmp_path: Path, monk
     program, file = tmp_path / "faults.py", tmp_path / "gpu.json"
     program.write_text(FAULTS)
     monkeypatch.setattr(command, "PROGRAM", [str(program)])
-    arguments = ["--device", "cpu", "--checks", "copies,ship,locks,blocks", "--json", str(file)]
+    arguments = ["--device", "cpu", "--checks", "copies,ship,kernel,blocks", "--json", str(file)]
     monkeypatch.setitem(CHECKS, "ship", CHECKS["ship"]._replace(limit_s=20.0))
     assert main(arguments) == 1
     result = msgspec.json.decode(file.read_bytes(), type=GpuResult)

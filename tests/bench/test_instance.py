@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import Chunk
 from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job
 
@@ -96,29 +95,6 @@ def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
     assert [job.first_s for job in jobs] == [12.0, 16.0, 17.0]
 
 
-def test_an_arrival_ends_joined_decode_steps_at_a_step() -> None:
-    """A decodes 10 tokens from 1 on; B arrives at 3.5 and begins at 4."""
-    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
-    a, b = Job(0, 1, 11), Job(1, 2, 1)
-    instance.submit(a, 0.0)
-    instance.advance(1.0)
-    assert instance.next_event() == 11.0
-    instance.submit(b, 3.5)
-    assert instance.next_event() == 4.0
-    assert drain(instance) == [b, a]
-    assert (b.began_s, b.first_s) == (4.0, 7.0)
-    # A decodes 3 tokens until 4 s, one in the step with B's prompt until 7 s, then six more.
-    assert a.finished_s == 13.0
-
-
-def test_a_fully_cached_prompt_computes_its_last_token() -> None:
-    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
-    job = Job(0, 100, 1, cached=100)
-    instance.submit(job, 0.0)
-    drain(instance)
-    assert job.first_s == 1.0
-
-
 def test_memory_bounds_what_is_under_way() -> None:
     """10 tokens of memory: A (6) and B (4) fill it. D (20) is larger than the memory and runs alone after both. C (3)
     was submitted after D and waits for it."""
@@ -131,39 +107,6 @@ def test_memory_bounds_what_is_under_way() -> None:
     assert b.began_s == 5.0
     assert d.began_s == 8.0
     assert c.began_s == d.finished_s == 27.0
-
-
-def test_the_batch_is_bounded() -> None:
-    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=2, batch=2))
-    jobs = [Job(number, 1, 3) for number in range(3)]
-    for job in jobs:
-        instance.submit(job, 0.0)
-    drain(instance)
-    assert jobs[2].began_s == jobs[0].finished_s
-
-
-def test_callbacks_tell_when_and_may_say_what_is_cached() -> None:
-    seen: list[tuple[str, int, float]] = []
-
-    def begin(job: Job, now: float) -> None:
-        seen.append(("begin", job.number, now))
-        job.cached = 7
-
-    instance = Instance(
-        PerToken(),
-        InstanceOptions(chunk_tokens=8, batch=4),
-        begin=begin,
-        first=lambda job, now: seen.append(("first", job.number, now)),
-    )
-    instance.submit(Job(5, 10, 2), 1.0)
-    drain(instance)
-    assert seen == [("begin", 5, 1.0), ("first", 5, 4.0)]
-
-
-@pytest.mark.parametrize(("chunk_tokens", "batch", "field"), [(0, 1, "chunk_tokens"), (8, 0, "batch"), (8, 9, "batch")])
-def test_options_without_meaning_are_named(chunk_tokens: int, batch: int, field: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{field}'"):
-        InstanceOptions(chunk_tokens=chunk_tokens, batch=batch)
 
 
 def test_waiting_is_that_of_an_m_d_1_queue() -> None:

@@ -10,8 +10,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
 from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
-from tokenlake_bench.simulation.arrivals import accesses_of, arrivals_of
-from tokenlake_bench.simulation.engine import SOCKET_S
+from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import PooledRun, engine_layout, pool_options
 
@@ -29,11 +28,11 @@ def pooled(
         capacity_tokens=nodes * node_segments * TOKENS,
         segment_tokens=TOKENS,
         seed=seed,
-        rules={},
     )
     run = PooledRun(options, ENGINE, counts_memory=real)
     route = PlannedRoute(run) if planned else None
-    run.run(arrivals_of(accesses), route=route)
+    run.route = route or run.route
+    run.run(arrivals_of(accesses))
     if route is not None:
         route.router.check_integrity()
         assert not any(route.router.under_way(name) for name in route.router.instances)
@@ -85,12 +84,6 @@ def test_planned_requests_do_not_queue_where_their_prefix_is() -> None:
     assert all(answer.hit_tokens == TOKENS for answer in run.answers[1:])
 
 
-def test_a_router_waits_for_its_lookup() -> None:
-    accesses = Accesses(TOKENS, [Prompt(1000, (0,), 0.0, 101)])
-    (direct,), (planned,) = (pooled(accesses, 2, 100, planned=planned).answers for planned in (False, True))
-    assert planned.ttft_s - direct.ttft_s == pytest.approx(2 * (50e-6 + SOCKET_S))
-
-
 def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
     """Several nodes have the segments: a match finds more of them than one node has slots at best, and half as many at
     worst."""
@@ -129,11 +122,6 @@ def test_without_shared_prefixes_the_pool_equals_round_robin() -> None:
     assert row.token_hit_rate == other.token_hit_rate == 0
     assert row.ttft_p50_ms == pytest.approx(other.ttft_p50_ms, rel=0.02)
     assert row.tpot_p50_ms == pytest.approx(other.tpot_p50_ms, rel=0.02)
-
-
-def test_accesses_survive_the_way_through_arrivals() -> None:
-    accesses = with_answers(conversations(20), 7)
-    assert accesses_of(arrivals_of(accesses), TOKENS) == accesses
 
 
 def test_segments_weigh_what_the_model_says() -> None:

@@ -5,33 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
-from tokenlake.identity import SegmentKey
 from tokenlake_bench import restart
-from tokenlake_bench.live_client import Served
-from tokenlake_bench.load import Answer, Asked, hit_rate, ideal_rate
 from tokenlake_bench.restart import RestartArguments, run_restart
 
 
 def arguments(**changed: object) -> RestartArguments:
     values: dict[str, object] = {"nodes": 2, "requests": 10, "seed": 3}
     return RestartArguments(**{**values, **changed})  # type: ignore[arg-type]
-
-
-def test_rates_are_of_the_full_segments_of_all_requests() -> None:
-    answered = [
-        Answer(
-            0.0, Asked(np.zeros(1, np.uint32), True, False, 0, ideal), Served([SegmentKey(bytes(32))] * of, hits=hits)
-        )
-        for of, hits, ideal in ((10, 4, 8), (30, 24, 32))
-    ]
-    assert hit_rate(answered) == 0.7
-    assert ideal_rate(answered) == 1.0
-    assert hit_rate([]) == 0.0
 
 
 @pytest.mark.parametrize(("field", "value"), [("nodes", 0), ("nodes", 17), ("requests", 0)])

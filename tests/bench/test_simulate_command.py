@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.routing import Answered
 from tokenlake_bench.simulation import command, pooled
-from tokenlake_bench.simulation.command import SimulateArguments, simulate
+from tokenlake_bench.simulation.command import Study
 
 DISK = {"disk_share", "disk_written_bytes_per_day", "disk_written_share"}
 ITEM_5 = {
@@ -46,10 +47,10 @@ def result(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def test_chosen_systems_are_in_table_json_and_picture(tmp_path: Path) -> None:
-    json_file, plot = tmp_path / "result.json", tmp_path / "result.png"
+def test_chosen_systems_are_in_table_and_json(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
     names = "round-robin-perfect,cache-aware-real"
-    printed = run("--limit", "60", "--baselines", names, "--json", str(json_file), "--plot", str(plot), "--gpu", "h100")
+    printed = run("--limit", "60", "--baselines", names, "--json", str(json_file), "--gpu", "h100")
     assert "built-in conversations" in printed
     written = result(json_file)
     assert list(written["systems"]) == ["pool", "pool-real", *names.split(",")]
@@ -62,14 +63,13 @@ def test_chosen_systems_are_in_table_json_and_picture(tmp_path: Path) -> None:
     assert (written["model"], written["gpu"], written["gpus"]) == ("llama-3-8b", "h100", 1)
     assert written["requests"] == 60
     assert written["complete"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_perfect_routers_need_one_run_of_the_pool(tmp_path: Path) -> None:
     json_file = tmp_path / "result.json"
-    run("--limit", "40", "--rate", "5", "--baselines", "preble-perfect", "--json", str(json_file))
+    run("--limit", "40", "--rate", "5", "--baselines", "round-robin-perfect", "--json", str(json_file))
     written = result(json_file)
-    assert list(written["systems"]) == ["pool", "preble-perfect"]
+    assert list(written["systems"]) == ["pool", "round-robin-perfect"]
     assert written["rate"] == pytest.approx(5.0)
 
 
@@ -84,7 +84,7 @@ def test_one_form_of_the_pool_can_run_alone(tmp_path: Path) -> None:
 
 def test_instances_may_have_gpu_caches_in_front_of_the_memory(tmp_path: Path) -> None:
     json_file = tmp_path / "result.json"
-    names = "cache-aware-real,preble-perfect"
+    names = "cache-aware-real,round-robin-perfect"
     arguments = ["--limit", "30", "--nodes", "4", "--pools", "all", "--baselines", names, "--json", str(json_file)]
     run(*arguments, "--engine-cache-tokens", "1000")
     written = result(json_file)
@@ -131,7 +131,7 @@ def test_sessions_answer_before_they_go_on_unless_told_otherwise(tmp_path: Path)
     closed, opened = (each["systems"]["pool"]["ttft_p99_ms"] for each in found)
     assert opened > 1.5 * closed
     arrivals, recorded = (
-        SimulateArguments(trace=trace, open_loop=open_loop).workload(print)[1] for open_loop in (False, True)
+        CacheHitArguments(trace=trace, open_loop=open_loop).arrivals()[1] for open_loop in (False, True)
     )
     assert [each.arrived(each.at_s).at_s for each in arrivals] == [each.at_s for each in recorded]
     assert sum(each.follows is not None for each in arrivals) == 4
@@ -141,10 +141,9 @@ def test_sessions_answer_before_they_go_on_unless_told_otherwise(tmp_path: Path)
 def test_copies_are_as_much_load_on_as_many_more_nodes(tmp_path: Path) -> None:
     json_file = tmp_path / "result.json"
     arguments = ["--limit", "40", "--copies", "2", "--nodes", "6", "--capacity-tokens", "48000"]
-    run(*arguments, "--flash-at", "10", "--json", str(json_file))
+    run(*arguments, "--json", str(json_file))
     written = result(json_file)
     assert written["requests"] == 80
-    assert len(written["flash_max_over_mean"]) == 2
 
 
 def test_interrupted_it_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,37 +170,38 @@ def test_an_interrupted_pool_counts_finished_requests(
         return Answered(**fields)
 
     monkeypatch.setattr(pooled, "Answered", counted)
-    written, _ = simulate(SimulateArguments(limit=100), Console(quiet=True))
+    written = Study(CacheHitArguments(limit=100), Console(quiet=True)).run()
     assert written is not None
     assert 0 < written.requests < 100
     assert not written.complete
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("mode", "arguments", "message"),
     [
-        (["--model", "gpt-5"], "setting 'model' is 'gpt-5'"),
-        (["--gpu", "b200"], "setting 'gpu' is 'b200'"),
-        (["--baselines", "fifo"], "setting 'baselines' is 'fifo'"),
-        (["--pools", "pond"], "setting 'pools' is 'pond'"),
-        (["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),
-        (["--rate", "0"], "setting 'rate' is 0.0"),
-        (["--rate", "nan"], "setting 'rate' is nan"),
-        (["--copies", "0"], "setting 'copies' is 0"),
-        (["--nodes", "0"], "setting 'nodes' is 0"),
-        (["--speed", "2"], "setting 'speed' is 2.0"),
-        (["--route", "conversation"], "setting 'route' is 'conversation'"),
-        (["--shipped-deadlines"], "setting 'shipped_deadlines'"),
-        (["--flash-at", "-1"], "setting 'flash_at' is -1.0"),
-        (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
-        (["--engine-cache-tokens", "63"], "setting 'engine_cache_tokens' is 63"),
-        (["--limit", "0"], "setting 'limit' is 0"),
-        (["--plot", "x.svg"], "setting 'plot' is 'x.svg'"),
-        (["--trace", "absent.jsonl"], "absent.jsonl"),
+        ("simulate", ["--model", "gpt-5"], "setting 'model' is 'gpt-5'"),
+        ("simulate", ["--gpu", "b200"], "setting 'gpu' is 'b200'"),
+        ("simulate", ["--baselines", "fifo"], "setting 'baselines' is 'fifo'"),
+        ("simulate", ["--pools", "pond"], "setting 'pools' is 'pond'"),
+        ("simulate", ["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),
+        ("simulate", ["--rate", "0"], "setting 'rate' is 0.0"),
+        ("simulate", ["--rate", "nan"], "setting 'rate' is nan"),
+        ("simulate", ["--copies", "0"], "setting 'copies' is 0"),
+        ("simulate", ["--nodes", "0"], "setting 'nodes' is 0"),
+        ("simulate", ["--route", "conversation"], "setting 'route' is 'conversation'"),
+        ("simulate", ["--disk-tokens", "0"], "setting 'disk_tokens' is 0"),
+        ("simulate", ["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
+        ("simulate", ["--engine-cache-tokens", "63"], "setting 'engine_cache_tokens' is 63"),
+        ("simulate", ["--limit", "0"], "setting 'limit' is 0"),
+        ("simulate", ["--trace", "absent.jsonl"], "absent.jsonl"),
+        ("live", ["--limit", "0"], "setting 'limit' is 0"),
+        ("live", ["--segment-tokens", "0"], "setting 'segment_tokens' is 0"),
+        ("live", ["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
+        ("live", ["--trace", "absent.jsonl"], "absent.jsonl"),
     ],
 )
-def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], message: str) -> None:
-    outcome = CliRunner().invoke(bench, ["cache-hit", "--mode", "simulate", *arguments])
+def test_a_wrong_argument_is_one_line_that_names_it(mode: str, arguments: list[str], message: str) -> None:
+    outcome = CliRunner().invoke(bench, ["cache-hit", "--mode", mode, *arguments])
     assert outcome.exit_code == 1
     last = outcome.output.splitlines()[-1]
     assert last.startswith("Error: ")
@@ -217,6 +217,7 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
         ["--baselines", "all"],
         ["--pools", "all"],
         ["--copies", "2"],
+        ["--open-loop"],
         ["--engine-cache-tokens", "1000"],
     ],
 )

@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.keys import KEY_BYTES
-from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged, with_swarms
-from tokenlake_bench.simulation.network import Link, Network, NetworkShape
+from tokenlake_bench.simulation.arrivals import Arrival, keys_of, merged, with_swarms
+from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
 
 MB = 10**6
@@ -42,7 +42,7 @@ def test_callbacks_run_in_order_of_time_then_of_scheduling() -> None:
 
 
 def test_a_node_sends_one_transfer_after_the_other() -> None:
-    network = Network(NetworkShape(usual=Link(latency_s=0.001, bandwidth=100 * MB)), 3)
+    network = Network(Link(latency_s=0.001, bandwidth=100 * MB), 3)
     assert network.transfer(0.0, 0, 1, 10 * MB) == pytest.approx((0.1, 0.101))
     assert network.transfer(0.0, 0, 2, 10 * MB) == pytest.approx((0.2, 0.201))
     # The link is idle again, so that this transfer waits for no other.
@@ -51,17 +51,9 @@ def test_a_node_sends_one_transfer_after_the_other() -> None:
 
 
 def test_a_node_receives_one_transfer_after_the_other() -> None:
-    network = Network(NetworkShape(usual=Link(latency_s=0.001, bandwidth=100 * MB)), 3)
+    network = Network(Link(latency_s=0.001, bandwidth=100 * MB), 3)
     assert network.transfer(0.0, 0, 2, 10 * MB) == pytest.approx((0.1, 0.101))
     assert network.transfer(0.0, 1, 2, 10 * MB) == pytest.approx((0.1, 0.201))
-
-
-def test_a_slow_link_is_slow_in_one_direction() -> None:
-    slow = Link(latency_s=0.5, bandwidth=10 * MB)
-    network = Network(NetworkShape(usual=Link(0.001, 100 * MB), links={(0, 1): slow}), 2)
-    assert network.link(0, 1) is slow
-    assert network.transfer(0.0, 0, 1, 10 * MB) == pytest.approx((1.0, 1.5))
-    assert network.transfer(0.0, 1, 0, 10 * MB) == pytest.approx((0.1, 0.101))
 
 
 # -- arrivals
@@ -113,17 +105,3 @@ def test_the_requests_of_a_swarm_share_one_new_prefix() -> None:
             number for each in mixed if not begins_s <= each.at_s < begins_s + 0.5 for number in each.chain.tolist()
         }
         assert not others & {number for chain in chains for number in chain}
-
-
-def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
-    arrivals = [Arrival(float(at), 1000, chain(at % 7)) for at in range(1000)]
-    crowd = list(flash_crowd(arrivals, 500.0, 512, seed=0))
-    joined = [at for at, arrival in enumerate(crowd) if len(arrival.chain) > 1]
-    assert min(joined) >= 500
-    assert len(joined) == pytest.approx(150, abs=30)
-    assert len({tuple(crowd[at].chain[:12].tolist()) for at in joined}) == 1
-    assert all(crowd[at].tokens == 1000 + 12 * 512 for at in joined)
-    # In the crowd, the segments behind the new prefix have new numbers: equal ones for requests whose segments were
-    # equal.
-    old = {number for arrival in arrivals for number in arrival.chain.tolist()}
-    assert len({int(crowd[at].chain[12]) for at in joined} - old) == 7

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.report import write_json
 from tokenlake_bench.transfer.base import MATCH, SIZES, WINDOWS, RowKind, Size
 from tokenlake_bench.transfer.command import TransferArguments, take_turns
-from tokenlake_bench.transfer.load import layout_of
 from tokenlake_bench.transfer.peers import PeerProcess
-from tokenlake_bench.transfer.pool_rows import PoolRows
+from tokenlake_bench.transfer.pool_rows import PoolRows, layout_of
 from tokenlake_bench.transfer.results import compare, row_of
-from tokenlake_bench.transfer.windows import Windows, fill_windows
+from tokenlake_bench.transfer.windows import Windows
 from tokenlake_bench.worker import Worker
 
 KEYS = ["name", "p50_us", "p99_us", "gbps", "ceiling_gbps", "ratio"]
@@ -40,7 +38,6 @@ def test_rows_have_the_names_that_scripts_read() -> None:
         "hash_32k_tokens",
         "match_128",
         "match_128_remote",
-        "match_128_under_load",
         "lease_128x1MiB",
         "copy_128x1MiB",
         "copy_128x1MiB_2_threads",
@@ -78,14 +75,10 @@ def test_a_row_is_quantiles_and_rates_beside_the_ceiling(tmp_path: Path) -> None
 
 def test_ratios_of_rates_and_times_have_opposite_signs() -> None:
     (rate,) = compare(STORE, {STORE.name: [0.01]}, "mooncake-shm", {STORE.name: [0.02]})
-    assert (rate.ratio, rate.rate, rate.met) == (2.0, True, True)
-    (slow,) = compare(STORE, {STORE.name: [0.04]}, "mooncake-shm", {STORE.name: [0.02]})
-    assert (slow.ratio, slow.met) == (0.5, False)
+    assert (rate.ratio, rate.rate) == (2.0, True)
     remote = RowKind(f"{MATCH}_remote")
     (timed,) = compare(remote, {remote.name: [0.002]}, "mooncake-tcp", {MATCH: [0.001]})
-    assert (timed.peer_row, timed.ratio, timed.rate, timed.met) == (MATCH, 2.0, False, False)
-    (other,) = compare(STORE, {STORE.name: [0.01]}, "redis", {STORE.name: [0.02]})
-    assert other.met is None
+    assert (timed.row, timed.ratio, timed.rate) == (remote.name, 2.0, False)
     assert compare(STORE, {STORE.name: [0.01]}, "redis", {}) == []
 
 
@@ -126,13 +119,6 @@ def test_systems_take_turns_and_the_first_turn_does_not_count() -> None:
     assert [name for name, row, _ in calls if row == "x"] == ["b", "a", "a", "b", "b", "a"]
 
 
-def test_segments_of_the_windows_differ() -> None:
-    source = np.empty((3, 2, 4096), np.uint8)
-    fill_windows(source)
-    words = source.reshape(6, -1).view(np.uint64)
-    assert all((words[left] != words[right]).all() for left in range(6) for right in range(left))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("against", "mooncake,other"), ("sizes", "2MiB"), ("rounds", 0)],
@@ -142,10 +128,10 @@ def test_invalid_arguments_are_named(field: str, value: object) -> None:
         arguments(**{field: value})
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lmcache") is not None, reason="lmcache is installed")
+@pytest.mark.skipif(importlib.util.find_spec("redis") is not None, reason="redis is installed")
 def test_a_peer_that_is_not_installed_says_what_is_missing() -> None:
     with pytest.raises(Unreachable, match="No module named"):
-        PeerProcess("lmcache", SIZES[0], None)
+        PeerProcess("redis", SIZES[0], None)
 
 
 def test_a_worker_ends_with_all_that_it_started(tmp_path: Path) -> None:

@@ -17,12 +17,8 @@ from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import SYSTEMS, Answered, FleetOptions, SystemRow, at_rate, fleet_run, run_system
 from tokenlake_bench.routing.outcome import row_of
 from tokenlake_bench.simulation.arrivals import arrivals_of, merged
-from tokenlake_bench.simulation.engine import RequestOutcome
-from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import PooledRun, pool_options
-from tokenlake_bench.simulation.run import Simulation
-from tokenlake_bench.sizing import bench_layout
-from tokenlake_bench.turns import ClockedTurns, DueTurns, Turns
+from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
 ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
@@ -75,34 +71,11 @@ def test_each_request_arrives_once_after_its_pause(
         assert arrived[number] == pytest.approx(due)
 
 
-@given(forests)
-def test_a_replay_without_an_engine_waits_for_late_answers_only(
-    forest: Sequence[tuple[float, int | None, float]],
-) -> None:
-    prompts = workload_of(forest)
-    # As recorded: an answer and its pause end by the next request's time.
-    for number, each in enumerate(prompts):
-        if each.follows is not None:
-            prompts[number] = replace(each, pause_s=min(each.pause_s, each.at_s - prompts[each.follows].at_s))
-    for late_s in (0.0, 7.0):
-        turns, due = DueTurns(prompts), dict[int, float]()
-        for at_s, number, prompt in turns:
-            assert number not in due
-            assert at_s >= max(due.values(), default=0.0)
-            earliest = 0.0 if prompt.follows is None else due[prompt.follows] + late_s + prompt.pause_s
-            assert at_s == pytest.approx(max(prompt.at_s, earliest))
-            due[number] = at_s
-            turns.answered(number, at_s + late_s)
-        assert len(due) == len(prompts)
-
-
 def test_requests_that_follow_none_before_them_are_refused() -> None:
     prompts = [Prompt(1, (), 0.0), Prompt(1, (), 1.0, follows=1)]
     for wrong in (1, 2, -1):
         with pytest.raises(ConfigurationError, match="follows"):
-            Turns([prompts[0], replace(prompts[1], follows=wrong)])
-    with pytest.raises(ConfigurationError, match="follows"):
-        list(Turns(iter(prompts)).starts())
+            ClockedTurns([prompts[0], replace(prompts[1], follows=wrong)], Clock(), lambda number, prompt, at_s: None)
 
 
 def sessions(count: int, turns: int, *, gap_s: float, pause_s: float, first: int = 8, more: int = 4) -> Accesses:
@@ -121,6 +94,11 @@ def sessions(count: int, turns: int, *, gap_s: float, pause_s: float, first: int
     return Accesses(TOKENS, prompts)
 
 
+def opened_of(accesses: Accesses) -> Accesses:
+    """The same prompts, each of which arrives at its recorded time."""
+    return Accesses(accesses.segment_tokens, [replace(each, follows=None, pause_s=0.0) for each in accesses.prompts])
+
+
 def by_number(answers: Sequence[Answered]) -> dict[int, Answered]:
     return {answer.prompt_tokens % TOKENS: answer for answer in answers}
 
@@ -135,9 +113,7 @@ def check_pauses(accesses: Accesses, answers: Sequence[Answered]) -> None:
 
 
 def pooled(accesses: Accesses, *, real: bool = False) -> PooledRun:
-    options = pool_options(
-        ENGINE, nodes=NODES, capacity_tokens=NODES * 600 * TOKENS, segment_tokens=TOKENS, seed=0, rules={}
-    )
+    options = pool_options(ENGINE, nodes=NODES, capacity_tokens=NODES * 600 * TOKENS, segment_tokens=TOKENS, seed=0)
     run = PooledRun(options, ENGINE, counts_memory=real)
     run.run(arrivals_of(accesses))
     assert run.simulation.cluster.idle()
@@ -158,7 +134,7 @@ def test_the_pool_waits_for_answers_and_pauses(real: bool) -> None:
     assert row.goodput_rps == pytest.approx(row.slo_attainment * len(run.answers) / ends)
 
 
-@pytest.mark.parametrize("name", ["round-robin-perfect", "cache-aware-real", "preble-real"])
+@pytest.mark.parametrize("name", ["round-robin-perfect", "cache-aware-real"])
 def test_routed_systems_wait_for_answers_and_pauses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accesses = sessions(12, 5, gap_s=0.5, pause_s=2.0)
     seen: list[Answered] = []
@@ -175,51 +151,15 @@ def test_routed_systems_wait_for_answers_and_pauses(name: str, monkeypatch: pyte
     assert run_system(accesses, SYSTEMS[name], FLEET) == row
 
 
-def test_plain_engines_wait_for_answers_and_pauses() -> None:
-    accesses = sessions(6, 4, gap_s=0.01, pause_s=3.0)
-    options = SimulationOptions(
-        nodes=NODES,
-        capacity_tokens=NODES * 600 * TOKENS,
-        segment_tokens=TOKENS,
-        layout=bench_layout(TOKENS),
-        prefill_tokens_per_s=5_000.0,
-    )
-    simulation = Simulation(options)
-    finished: list[RequestOutcome] = []
-    for engine in simulation.cluster.engines:
-        engine._finished = finished.append
-    simulation.run(arrivals_of(accesses))
-    at = {outcome.arrival.tokens % TOKENS: outcome.arrival.at_s for outcome in finished}
-    assert len(at) == len(finished) == len(accesses.prompts)
-    for number, prompt in enumerate(accesses.prompts):
-        if prompt.follows is None:
-            assert at[number] == prompt.at_s
-        else:
-            # The request before computed four segments, or eight, at 5,000 tokens/s.
-            assert at[number] >= at[prompt.follows] + 3.0 + 4 * TOKENS / 5_000
-    assert sum(outcome.hits for outcome in finished) * TOKENS == infinite_cache(accesses).hit_tokens
-
-
 def test_turns_that_wait_find_what_the_turn_before_computed() -> None:
     """In open loop a slow fleet gets the next turn before the previous one is computed, and computes its prefix
     again."""
     accesses = sessions(10, 6, gap_s=0.2, pause_s=0.1, first=24, more=8)
     ideal = infinite_cache(accesses)
-    closed, opened = (pooled(each).row() for each in (accesses, accesses.open_loop()))
+    closed, opened = (pooled(each).row() for each in (accesses, opened_of(accesses)))
     assert closed.token_hit_rate == pytest.approx(ideal.rate, rel=0.01)
     assert opened.token_hit_rate < 0.8 * ideal.rate
     assert closed.ttft_p99_ms < opened.ttft_p99_ms
-
-
-def test_in_open_loop_requests_arrive_as_recorded() -> None:
-    accesses = sessions(6, 4, gap_s=0.5, pause_s=2.0)
-    opened = accesses.open_loop()
-    plain = [Prompt(p.tokens, p.chain, p.at_s, p.output_tokens, p.conversation) for p in accesses.prompts]
-    assert opened.prompts == plain
-    run = pooled(opened)
-    assert [by_number(run.answers)[number].at_s for number in range(len(plain))] == [p.at_s for p in plain]
-    row = run.row()
-    assert row.goodput_rps == pytest.approx(row.slo_attainment * len(plain) / plain[-1].at_s)
 
 
 def test_another_rate_moves_beginnings_and_keeps_pauses() -> None:
@@ -236,7 +176,7 @@ def test_copies_of_sessions_wait_for_their_own_answers(copies: int) -> None:
     arrivals = arrivals_of(sessions(5, 4, gap_s=1.5, pause_s=1.0))
     many = list(merged(arrivals, copies))
     assert len(many) == copies * len(arrivals)
-    Turns(many)
+    ClockedTurns(many, Clock(), lambda number, arrival, at_s: None)
     cut = 0
     for each in many:
         turn = (len(each.chain) - 8) // 4

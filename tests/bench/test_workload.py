@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import infinite_cache, intern_segments
-from tokenlake_bench.workload import BuiltinSettings, Request, builtin_workload, stream_tokens
+from tokenlake_bench.workload import BuiltinWorkload, Request, stream_tokens
 
 
 def conversations(requests: list[Request]) -> dict[int, list[Request]]:
@@ -21,8 +19,8 @@ def conversations(requests: list[Request]) -> dict[int, list[Request]]:
 
 
 def test_equal_seeds_give_equal_requests() -> None:
-    workload = builtin_workload()
-    again = builtin_workload(BuiltinSettings(seed=0))
+    workload = BuiltinWorkload()
+    again = BuiltinWorkload(seed=0)
     for a, b, c in zip(workload, workload, again, strict=True):
         assert (
             (a.index, a.at_s, a.conversation) == (b.index, b.at_s, b.conversation) == (c.index, c.at_s, c.conversation)
@@ -33,13 +31,13 @@ def test_equal_seeds_give_equal_requests() -> None:
 
 
 def test_another_seed_gives_other_tokens() -> None:
-    a, b = (next(iter(builtin_workload(BuiltinSettings(seed=seed)))) for seed in (0, 1))
+    a, b = (next(iter(BuiltinWorkload(seed=seed))) for seed in (0, 1))
     assert not np.array_equal(a.tokens[:64], b.tokens[:64])
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_defaults_give_the_documented_lengths_and_reuse(seed: int) -> None:
-    workload = builtin_workload(BuiltinSettings(seed=seed))
+    workload = BuiltinWorkload(seed=seed)
     requests = list(workload)
     assert len(workload) == len(requests) == 240
     assert [request.index for request in requests] == list(range(240))
@@ -52,7 +50,7 @@ def test_defaults_give_the_documented_lengths_and_reuse(seed: int) -> None:
 
 
 def test_a_turn_goes_on_after_the_answer_before_it() -> None:
-    for turns in conversations(list(builtin_workload())).values():
+    for turns in conversations(list(BuiltinWorkload())).values():
         for earlier, later in pairwise(turns):
             said = np.concatenate([earlier.tokens, earlier.output_tokens])
             assert np.array_equal(later.tokens[: len(said)], said)
@@ -60,47 +58,13 @@ def test_a_turn_goes_on_after_the_answer_before_it() -> None:
 
 
 def test_conversations_share_system_prompts_and_interleave() -> None:
-    requests = list(builtin_workload())
+    requests = list(BuiltinWorkload())
     turns = conversations(requests)
     beginnings = {request.tokens[:500].tobytes() for request in requests}
     assert 2 <= len(beginnings) <= 6 < len(turns)
     assert sum(a.conversation == b.conversation for a, b in pairwise(requests)) < 60
     texts = {each[0].tokens.tobytes() for each in turns.values()}
     assert len(texts) == len(turns)
-
-
-def test_settings_hold_for_small_vocabularies_and_lengths() -> None:
-    settings = BuiltinSettings(
-        requests=50, vocabulary=2, prompt_tokens=(20, 60), user_tokens=(1, 8), answer_tokens=(1, 8), concurrent=1
-    )
-    requests = list(builtin_workload(settings))
-    assert len(requests) == 50
-    assert all(20 <= len(request.tokens) <= 60 for request in requests)
-    assert set(np.concatenate([request.tokens for request in requests])) == {0, 1}
-
-
-def test_no_gap_puts_all_arrivals_at_zero() -> None:
-    assert {request.at_s for request in builtin_workload(BuiltinSettings(mean_gap_s=0.0))} == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("requests", 0),
-        ("concurrent", 0),
-        ("system_prompts", 0),
-        ("vocabulary", 1),
-        ("vocabulary", 2**32 + 1),
-        ("zipf", float("nan")),
-        ("mean_gap_s", -1.0),
-        ("user_tokens", (10, 9)),
-        ("user_tokens", (600, 700)),
-        ("prompt_tokens", (600, 700)),
-    ],
-)
-def test_a_setting_out_of_range_is_named(field: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=field):
-        BuiltinSettings(**{field: value})
 
 
 def test_streams_are_even_and_apart() -> None:

@@ -1,39 +1,19 @@
-"""Generators against their parameters and published figures; arrivals; the command."""
+"""Generators against their parameters and published figures; the command."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from click.testing import CliRunner, Result
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.trace_lines import TraceError
 from tokenlake_bench.traces import BLOCK_TOKENS, read_mooncake
-from tokenlake_bench.workloads import (
-    GENERATORS,
-    TraceLine,
-    TraceStatistics,
-    bursts,
-    generate,
-    poisson,
-    read_azure,
-    statistics_of,
-)
-from tokenlake_bench.workloads.base import Draw, Turn, lay_out, zipf_mean
-from tokenlake_bench.workloads.command import workload
-from tokenlake_bench.workloads.writer import write_lines
-
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
-
-
-def row(second: float, text: str = "374,44") -> str:
-    return f"2023-11-16 18:15:{second:010.7f},{text}\r\n"
-
+from tokenlake_bench.workloads.base import TraceLine, Turn, lay_out
+from tokenlake_bench.workloads.command import GENERATORS, generate, workload, write_lines
+from tokenlake_bench.workloads.statistics import TraceStatistics, statistics_of
 
 # -- what all generators keep
 
@@ -64,12 +44,6 @@ def test_the_seed_decides(name: str) -> None:
     first, again, other = (generate(name, {"requests": 100, "seed": seed}) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-
-
-@pytest.mark.parametrize("name", ["uniform", "rag"])
-def test_requests_come_at_the_rate(name: str) -> None:
-    lines = generate(name, {"requests": 8_000, "rate": 20.0})
-    assert 8_000 / (lines[-1].timestamp / 1000) == pytest.approx(20.0, rel=0.1)
 
 
 # -- statistics
@@ -131,39 +105,6 @@ def test_agents_are_like_the_published_sessions() -> None:
     assert found.ideal_token_hit == pytest.approx(0.962, abs=0.02)
 
 
-def test_questions_go_to_popular_documents() -> None:
-    """60 % of the requests are about the top 3 % of the documents. With one document per prompt, the block behind the
-    system prompt identifies the document."""
-    lines = generate("rag", {"retrieved": 1, "requests": 20_000, "document_median": 2_000, "document_sigma": 0})
-    uses = Counter(line.hash_ids[1] for line in lines)
-    top = sum(count for _, count in uses.most_common(300))
-    assert top / len(lines) == pytest.approx(0.60, abs=0.03)
-    assert statistics_of(lines).hottest == 1.0
-
-
-def test_reordered_documents_share_only_the_first() -> None:
-    values = {"documents": 2, "retrieved": 2, "requests": 300, "system_blocks": 0, "zipf": 0, "document_sigma": 0}
-    lines = generate("rag", values)
-    paths = {tuple(line.hash_ids[:10]) for line in lines}
-    assert len(paths) == 2
-    first, second = paths
-    assert not set(first) & set(second)
-
-
-def test_every_question_retrieves_enough_documents() -> None:
-    lines = generate("rag", {"documents": 8, "retrieved": 8, "zipf": 10, "requests": 20, "document_sigma": 0})
-    assert {line.input_length // 2_700 for line in lines} == {8}
-
-
-def test_uniform_prompts_hit_as_computed() -> None:
-    requests, prefixes = 5_000, 800
-    lines = generate("uniform", {"requests": requests, "prefixes": prefixes, "prefix_blocks": 3, "own_tokens": 600})
-    seen = prefixes * (1 - (1 - 1 / prefixes) ** requests)
-    found = (requests - seen) / requests * 3 * BLOCK_TOKENS / (3 * BLOCK_TOKENS + 600)
-    assert statistics_of(lines).ideal_token_hit == pytest.approx(found, rel=0.01)
-    assert statistics_of(lines).input_p50 == 3 * BLOCK_TOKENS + 600
-
-
 def test_parameters_do_what_they_say() -> None:
     few = of("conversation", requests=3_000, turns_exponent=10)
     many = of("conversation", requests=3_000, turns_exponent=1)
@@ -182,98 +123,15 @@ def test_sessions_are_laid_on_one_time_line() -> None:
     assert [(line.timestamp, line.input_length) for line in lines] == [(2_000, 1), (5_000, 3), (7_000, 2)]
 
 
-def test_mean_of_a_zipf_draw() -> None:
-    assert zipf_mean(1.0, 3) == pytest.approx(3 / (1 + 1 / 2 + 1 / 3))
-    assert zipf_mean(0.0, 5) == 3.0
-
-
-def test_a_text_keeps_its_full_blocks_only() -> None:
-    text = Draw(0).text()
-    assert text.hash_ids(700) == [0, 1]
-    assert text.hash_ids(1_500) == [0, 2, 3]
-    assert text.hash_ids(1_024) == [0, 2]
-
-
-def test_poisson_arrivals() -> None:
-    times = list(itertools.islice(poisson(5.0, 1), 10_000))
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(2_000, rel=0.05)
-
-
-def test_bursts_keep_their_shape_at_another_rate() -> None:
-    """Three requests at once, one 9 s later, and a period of 12 s: at a rate of one request per second the period takes
-    4 s."""
-    shape = [0.0, 0.0, 0.0, 9.0]
-    times = list(itertools.islice(bursts(shape, 1.0, seed=0), 40))
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(39, abs=4)
-    gaps = Counter(round(after - before, 6) for before, after in itertools.pairwise(times))
-    assert gaps[0.0] == pytest.approx(20, abs=1)
-    assert gaps[3.0] + gaps[1.0] == pytest.approx(20, abs=1)
-
-
-@pytest.mark.parametrize("shape", [[], [1.0], [2.0, 2.0]])
-def test_arrivals_without_duration_are_refused(shape: list[float]) -> None:
-    with pytest.raises(ConfigurationError, match="arrivals"):
-        next(bursts(shape, 1.0, 0))
-
-
-# -- Azure's file
-
-
-def test_azure_arrivals_are_read(tmp_path: Path) -> None:
-    text = HEADER + row(46.68059) + row(50.9951690) + row(51.2224670)
-    plain, packed = tmp_path / "a.csv", tmp_path / "a.csv.zst"
-    plain.write_text(text)
-    packed.write_bytes(zstandard.compress(text.encode()))
-    for path in (plain, packed):
-        times, malformed = read_azure(path)
-        assert times == pytest.approx([0.0, 4.314579, 4.541877], abs=1e-6)
-        assert malformed == []
-
-
-def test_few_malformed_arrivals_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(HEADER + row(1) * 150 + row(1, "x,1") + row(2) * 49)
-    times, malformed = read_azure(path)
-    assert len(times) == 199
-    assert "line 152, field 'ContextTokens': expected a number of tokens, got 'x'" in str(malformed[0])
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a,b\n1,2\n", "line 1: expected the columns TIMESTAMP,ContextTokens,GeneratedTokens; got a,b"),
-        (HEADER, "at least one arrival"),
-        (HEADER + row(5) + row(4), "line 3, field 'TIMESTAMP': expected a time not before"),
-        (HEADER + "yesterday,1,2\n", "1 of 1 are: .*line 2, field 'TIMESTAMP': expected a time like"),
-        (HEADER + row(1, "1"), "line 2: expected 3 fields, got 2"),
-        (HEADER + row(1, "1,2,3"), "line 2: expected 3 fields, got 4"),
-        (HEADER + row(1, "1,-2"), "field 'GeneratedTokens'"),
-        (HEADER + "2023-11-16 18:15:46.xx,1,2\n", "field 'TIMESTAMP'"),
-        (HEADER + "2023-11-16 18:15:46+01:00,1,2\n", "field 'TIMESTAMP'"),
-        (HEADER + "\udcff,1,2\n", "line 2: expected comma-separated text"),
-    ],
-)
-def test_arrivals_that_mean_nothing_are_refused(tmp_path: Path, text: str, problem: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(TraceError, match=problem):
-        read_azure(path)
-
-
 # -- bad settings, the command
 
 
 @pytest.mark.parametrize(
     ("name", "values", "problem"),
     [
-        ("chat", {}, "'workload' is 'chat'; expected conversation or agent"),
-        ("uniform", {"requests": 0}, "'requests' is 0; expected `int` >= 1"),
-        ("uniform", {"rate": "fast"}, "'rate' is 'fast'; expected `float`, got `str`"),
-        ("uniform", {"rate": float("nan")}, "'rate' is nan; expected `float` > 0"),
-        ("uniform", {"zipf": 1}, "'zipf' is 1; expected one of requests, rate, seed, prefixes"),
-        ("rag", {"documents": 3, "retrieved": 4}, "'retrieved' is 4; expected at most 3, the number of documents"),
+        ("agent", {"requests": 0}, "'requests' is 0; expected `int` >= 1"),
+        ("agent", {"rate": "fast"}, "'rate' is 'fast'; expected `float`, got `str`"),
+        ("agent", {"rate": float("nan")}, "'rate' is nan; expected `float` > 0"),
         ("toolagent", {"first_share": 0.5, "second_share": 0.6}, "'second_share' is 0.6; expected at most 0.5"),
     ],
 )
@@ -287,17 +145,12 @@ def command(*arguments: str) -> Result:
 
 
 def test_the_command_writes_what_the_generator_gives(tmp_path: Path) -> None:
-    arrivals = tmp_path / "a.csv"
-    arrivals.write_text(HEADER + "".join(row(second) for second in (1, 1, 1, 10)))
     out = tmp_path / "trace.jsonl.zst"
-    options = ["--requests", "200", "--own-tokens", "100", "--rate", "2"]
-    result = command("uniform", "--out", str(out), "--arrivals", str(arrivals), *options)
+    result = command("toolagent", "--out", str(out), "--requests", "200")
     assert result.exit_code == 0, result.output
     assert "tokens found, infinite cache" in result.output
-    prompts = read_mooncake(out).accesses().prompts
-    assert {prompt.tokens for prompt in prompts} == {4 * BLOCK_TOKENS + 100}
-    simultaneous = sum(before.at_s == after.at_s for before, after in itertools.pairwise(prompts))
-    assert simultaneous == pytest.approx(100, abs=2)
+    lines = generate("toolagent", {"requests": 200})
+    assert [prompt.tokens for prompt in read_mooncake(out).accesses().prompts] == [line.input_length for line in lines]
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -312,10 +165,9 @@ def test_each_parameter_is_explained(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["uniform", "--out", "trace.txt"], "setting 'out' is 'trace.txt'; expected a file name ending in .jsonl"),
-        (["uniform", "--out", "nowhere/trace.jsonl"], "a file in a directory that exists"),
-        (["uniform", "--out", "t.jsonl", "--prefixes", "many"], "setting 'prefixes' is 'many'"),
-        (["uniform", "--out", "t.jsonl", "--arrivals", "missing.csv"], "No such file"),
+        (["agent", "--out", "trace.txt"], "setting 'out' is 'trace.txt'; expected a file name ending in .jsonl"),
+        (["agent", "--out", "nowhere/trace.jsonl"], "a file in a directory that exists"),
+        (["agent", "--out", "t.jsonl", "--systems", "many"], "setting 'systems' is 'many'"),
     ],
 )
 def test_bad_input_ends_the_command(arguments: list[str], problem: str, tmp_path: Path, monkeypatch: Any) -> None:

@@ -16,6 +16,7 @@ from tokenlake.disk.index import Index
 from tokenlake.disk.slab import Slab
 from tokenlake.disk.tier import DiskTier
 from tokenlake.memory import Segment, State
+from tokenlake.memory.removals import DISK_RULE
 
 PLACES = 3
 SEGMENTS = 7
@@ -160,7 +161,7 @@ class DiskMachine(RuleBasedStateMachine):
         entry = self.tier.find(TENANT, key_of(number))
         if entry >= 0:
             self.held.pop(number, None)
-            self.tier.forget(entry, erase=erase)
+            self.tier.forget(entry, DISK_RULE, erase=erase)
             self._gone()
 
     @rule()
@@ -215,8 +216,8 @@ def place_given_away_during_erasure(patch: pytest.MonkeyPatch) -> None:
     """A place gets another segment before the bytes of the earlier one are erased."""
     original = DiskTier.forget
 
-    def forget(self: DiskTier, entry: int, *, erase: bool = False, evicted: bool = False) -> None:
-        original(self, entry)
+    def forget(self: DiskTier, entry: int, rule: str, *, erase: bool = False, evicted: bool = False) -> None:
+        original(self, entry, rule)
         if erase and self._forgotten:
             self._forgotten[-1] = self._forgotten[-1]._replace(erase=True)
 
@@ -264,8 +265,8 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
     """An evicted segment is not reported as void."""
     original = DiskTier.forget
 
-    def forget(self: DiskTier, entry: int, *, erase: bool = False, evicted: bool = False) -> None:
-        original(self, entry, erase=erase, evicted=evicted)
+    def forget(self: DiskTier, entry: int, rule: str, *, erase: bool = False, evicted: bool = False) -> None:
+        original(self, entry, rule, erase=erase, evicted=evicted)
         self.take_void()
 
     patch.setattr(DiskTier, "forget", forget)

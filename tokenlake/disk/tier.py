@@ -2,8 +2,8 @@
 
 Where no slab may grow, segments that are on disk alone and not in use leave by FIFO with a second chance: they queue in
 the order in which they left memory, and one that was accessed since goes to the end once. The order by the values of
-memory's model (`memory.eviction.odds`) found 0.9 points more tokens on the conversation trace, and 0.4 fewer on the
-toolagent-like one (docs/results/disk-simulation.md).
+memory's model (`memory.eviction.odds`) found 0.9 points more tokens on the conversation trace, 0.4 fewer on the
+toolagent-like one, and 2.6 fewer on agents' sessions (docs/results/disk-simulation.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.sizing import PoolSize, pool_size
-from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
+from tokenlake_bench.workload import BuiltinWorkload
 
 NODES: Final = 3
 ENGINES: Final = 2
@@ -32,7 +32,7 @@ class DemoPlan:
     """The plan of a run of the demo: its requests, the size of the pool and of the prompts. `accesses`: the segments
     that the requests of `workload` access."""
 
-    workload: Workload
+    workload: BuiltinWorkload
     accesses: Accesses
     size: PoolSize
     new_tokens: int = NEW_TOKENS
@@ -41,11 +41,10 @@ class DemoPlan:
 def make_plan(requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
     """The plan of a demo with `requests` requests of the built-in workload, for a model with `vocabulary` token ids and
     `positions` positions. Raises TokenLakeError."""
-    settings = BuiltinSettings(requests=requests, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS)
-    least = settings.prompt_tokens[1] + NEW_TOKENS
+    least = PROMPT_TOKENS[1] + NEW_TOKENS
     if positions < least:
         raise ConfigurationError("model", f"{positions} positions", f"at least {least} positions")
-    workload = builtin_workload(settings)
+    workload = BuiltinWorkload(requests, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS)
     accesses = intern_segments(workload, layout.segment_tokens)
     distinct = len({segment for prompt in accesses.prompts for segment in prompt.chain})
     capacity = int(CAPACITY_SHARE * distinct) * layout.segment_tokens

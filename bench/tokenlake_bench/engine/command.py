@@ -18,7 +18,6 @@ from rich.table import Table
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine.environment import check_interpreter
-from tokenlake_bench.engine.families import PATIENCE, FamilyBench, families_of, run_family
 from tokenlake_bench.engine.lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine.workload import Conversations, prompt
 from tokenlake_bench.report import table, write_json
@@ -27,6 +26,8 @@ from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import save_tiny_model
 
 HOOK_TOKENS = 32768
+PATIENCE: Final = {"write_patience_s": 10.0, "match_ms": 1000.0}
+"""Settings of the connector with which other programs on the machine cause no misses."""
 ANSWER_TOKENS: Final = 16
 ARRANGEMENTS = ("none", "native", "lmcache")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
@@ -44,7 +45,6 @@ class EngineArguments:
     lengths: str = "1024,4096,16384"
     repeats: int = 3
     memory_mib: int = 64
-    families: str = ""
     json_file: Path | None = None
 
 
@@ -59,15 +59,11 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
         against = [name for name in against if name not in left_out]
     if "lmcache" in against:
         check_lmcache()
-    families = families_of(arguments.families)
-    if families and arguments.engine != "vllm":
-        raise ConfigurationError("families", arguments.families, "with the engine vllm only")
     lengths = [int(word) for word in arguments.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory:
         bench = _Bench(arguments, Path(directory), max(lengths))
         single, hook_ms = bench.single(lengths)
         rows = single + bench.pairs(against)
-        of_families = bench.families(families)
     result = {
         "engine": arguments.engine,
         "tokens_equal": all(row["tokens_equal"] for row in rows),
@@ -76,7 +72,6 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
         "connector_ms": single[-1]["connector_ms"],
         "hook_32k_ms": hook_ms,
         "rows": rows,
-        "families": of_families,
     }
     Console().print(_tables(result))
     write_json(result, arguments.json_file)
@@ -123,11 +118,6 @@ class _Bench:
             yield engine
         finally:
             engine.close()
-
-    def families(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Measure models of these families; returns the part of the JSON of each."""
-        bench = FamilyBench(self._directory, self._python, repeats=self._arguments.repeats)
-        return {name: run_family(name, bench) for name in names}
 
     def single(self, lengths: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
         """Measure the time to the first token by prompt length: without the pool, with an empty pool, and with a pool
@@ -221,14 +211,13 @@ def _python_of(engine: str) -> Path:
 
 
 def _tables(result: dict[str, Any]) -> Group:
-    """The tables of the result: by length of the prompt, by arrangement of two instances, by family."""
+    """The tables of the result: by length of the prompt, and by arrangement of two instances."""
     single = [row for row in result["rows"] if "ttft_none_ms" in row]
     pairs = [row for row in result["rows"] if "arrangement" in row]
-    families = [{"family": name, **row} for name, row in result["families"].items()]
     times = {"ttft_none_ms": "without", "ttft_cold_ms": "cold", "ttft_pool_ms": "from pool"}
     tokens = {"hit_tokens": "from pool", "tokens_equal": "equal"}
     hook = f"scheduler hook for a new prompt of 32K tokens: {_text(result['hook_32k_ms'])} ms"
-    parts = [
+    return Group(
         _table(
             f"{result['engine']}, one instance: ms to the first token; tokens",
             single,
@@ -241,12 +230,7 @@ def _tables(result: dict[str, Any]) -> Group:
             {"arrangement": "", "ttft_ms": "all", "ttft_warm_ms": "warm", "answers_per_second": "answers/s"}
             | {"connector_ms": "connector", "tokens_equal": "equal"},
         ),
-    ]
-    whole = [row for row in families if "door" in row]
-    shown = {"family": "", **times, "hook_32k_ms": "hook", **tokens, "control_changed": "control"}
-    parts += [_table("small models: ms to the first token; control: spoiled bytes change tokens", whole, shown)]
-    reasons = {row["family"]: f"{key}: {row[key]}" for row in families for key in ("failed", "skipped") if key in row}
-    return Group(*(part for part in parts if part.row_count), *(f"{name} {text}" for name, text in reasons.items()))
+    )
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], caption: str | None = None) -> Table:

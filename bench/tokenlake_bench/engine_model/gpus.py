@@ -40,8 +40,6 @@ class Gpu:
     layer_s: float = 47e-6
     """Seconds per layer of a forward pass that neither memory accesses nor arithmetic explain: kernel launches,
     normalisation, sampling."""
-    mixture_factor: float = 2.0
-    """Factor by which `layer_s` is multiplied for a layer with routed experts."""
     reduce_s: float = 9e-6
     """Seconds of one all-reduce in addition to the transfer of its bytes."""
 

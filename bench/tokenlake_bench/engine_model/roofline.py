@@ -42,8 +42,8 @@ class EngineModel:
         self._matrix_flops = gpus * (gpu.fp8_flops * gpu.fp8_efficiency if fp8 else gpu.flops * gpu.compute_efficiency)
         self._attention_flops = gpus * gpu.flops * gpu.compute_efficiency
         self._memory_rate = gpus * gpu.memory_rate * gpu.memory_efficiency
-        self._fixed_s = gpu.layer_s * (model.dense_layers + gpu.mixture_factor * model.mixture_layers)
-        self._cache_bytes = model.cache_bytes * model.attention.copies(gpus)
+        self._fixed_s = gpu.layer_s * model.layers
+        self._cache_bytes = model.cache_bytes * model.copies(gpus)
 
     @classmethod
     def fitting(cls, model: Model, gpu: Gpu) -> EngineModel:
@@ -82,21 +82,21 @@ class EngineModel:
 
     def _matrices_s(self, tokens: int, sampled: int) -> float:
         model = self.model
-        flops = 2.0 * (tokens * model.active_parameters + sampled * model.output_parameters)
-        nbytes = model.parameters_read(tokens) * model.weight_bytes
+        flops = 2.0 * (tokens * model.layer_parameters + sampled * model.output_parameters)
+        nbytes = (model.layer_parameters + model.output_parameters) * model.weight_bytes
         return max(flops / self._matrix_flops, nbytes / self._memory_rate)
 
     def _attention_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
-        attention, layers = self.model.attention, self.model.layers
+        flops_per_pair = self.model.layers * self.model.attention_flops
         seconds = 0.0
         for new, cached, _ in chunks:
             # The formula counts pairs: a new token attends to the cached tokens, to the new tokens before it and to
             # itself.
             pairs = new * cached + new * (new + 1) / 2
-            flops = layers * attention.prefill_flops * pairs
+            flops = flops_per_pair * pairs
             seconds += max(flops / self._attention_flops, self._cache_s(cached + new))
         if decoding:
-            flops = float(layers * attention.decode_flops * context)
+            flops = float(flops_per_pair * context)
             seconds += max(flops / self._attention_flops, self._cache_s(context))
         return seconds
 

@@ -41,12 +41,13 @@ class StudiedStore:
         self._parents = _parents(accesses)
         self._keys = [_key(segment) for segment in range(len(self._parents))]
 
-    def serve(self, prompt: Prompt, hints: Hints) -> int:
+    def serve(self, prompt: Prompt) -> int:
         """Serve one prompt. Returns the number of segments of the longest prefix that was found."""
         now, chain, store = prompt.at_s, prompt.chain, self.store
         copies = [self._held(segment) for segment in chain]
         hits = next((depth for depth, copy in enumerate(copies) if copy is None), len(chain))
-        hints = with_access(hints, self._access(chain, copies, hits, now))
+        given = Hints(output_tokens=prompt.output_tokens or -1)
+        hints = with_access(given, self._access(chain, copies, hits, now))
         pinned = [copy for copy in copies[:hits] if copy is not None]
         store.pin(*pinned)
         created = [

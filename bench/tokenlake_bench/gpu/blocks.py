@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenlake.layout import Layout
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_bench.gpu.base import Rig, Row, device_named
+from tokenlake_bench.sizing import layout_of
 from tokenlake_client import Deadlines, Pool
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
@@ -79,16 +79,8 @@ def _segments(device: Device, size: _Size, socket: Path, backend: str, order: st
     logical = (count, size.heads, BLOCK, 2 * size.dim)
     shape = (size.layers, *(logical[axis] for axis in axes))
     contents = random_bytes(2 * int(np.prod(shape)), 1)
-    layout = Layout(
-        model_id="gpu",
-        weights_digest=f"{backend} {order}",
-        dtype="bfloat16",
-        layers=size.layers,
-        kv_heads=size.heads,
-        key_dim=size.dim,
-        value_dim=size.dim,
-        position="none",
-        segment_tokens=size.segment,
+    layout = layout_of(
+        f"gpu {backend} {order}", size.segment, size.dim, layers=size.layers, kv_heads=size.heads, dtype="bfloat16"
     )
     source, target = (filled(stream, shape, torch.bfloat16, each) for each in (contents, np.zeros_like(contents)))
 

@@ -46,7 +46,6 @@ CHECKS: Final[dict[str, Named]] = {
         ("kernel", "kernel", 90.0),
         ("transformers", "transformers_rows", 180.0),
         ("copies", "copies", 40.0),
-        ("locks", "locks", 40.0),
         ("ship", "ship", 60.0),
         ("blocks", "blocks", 60.0),
         ("vllm", "tokens", 300.0),

@@ -6,19 +6,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import BusyLog, SendLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.routing.base import Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
-from tokenlake_bench.routing.systems import System
+from tokenlake_bench.routing.systems import TREE_TOKENS, Fleet, RoutedRequest, System
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
@@ -67,18 +66,7 @@ def at_rate(accesses: Accesses, rate: float) -> Accesses:
     if duration_s <= 0:
         raise ConfigurationError("rate", rate, "a workload whose requests do not all come at once")
     scale = (len(prompts) - 1) / rate / duration_s
-    moved = [
-        Prompt(
-            p.tokens,
-            p.chain,
-            (p.at_s - prompts[0].at_s) * scale,
-            p.output_tokens,
-            p.conversation,
-            p.follows,
-            p.pause_s,
-        )
-        for p in prompts
-    ]
+    moved = [replace(each, at_s=(each.at_s - prompts[0].at_s) * scale) for each in prompts]
     return Accesses(accesses.segment_tokens, moved)
 
 
@@ -109,11 +97,8 @@ class FleetRun:
         self._engine = options.engine
         instances, self._capacity = options.instances, options.capacity(self._segment)
         self._caches = TrackedCaches([self._capacity] * instances)
-        reach = max(self._capacity, (options.engine_cache_tokens or 0) // self._segment)
-        record = (system.record_tokens or reach * self._segment) // self._segment
-        knowledge = self._caches if system.perfect else OwnRecord(instances, record)
-        rng = random.Random(options.seed)
-        self._router = system.router(Fleet(instances, reach, self._segment, self._engine, knowledge, rng))
+        knowledge = self._caches if system.perfect else OwnRecord(instances, TREE_TOKENS // self._segment)
+        self._router = system.router(Fleet(instances, self._segment, knowledge, random.Random(options.seed)))
         # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
         # from the caches.
         memory = None if system.perfect else options.engine_cache_tokens or self._capacity * self._segment
@@ -157,7 +142,7 @@ class FleetRun:
     def _arrive(self, number: int, prompt: Prompt, now: float) -> None:
         index = len(self._requests)
         routed = RoutedRequest(index, prompt.tokens, prompt.chain)
-        instance = self._router.choose(routed, now)
+        instance = self._router.choose(routed)
         self._caches.promise(routed.chain, instance)
         self._requests.append(FleetRequest(number, prompt, now, routed, instance))
         self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens)))
@@ -175,7 +160,6 @@ class FleetRun:
         request = self._requests[job.number]
         request.first_s = now
         self._keep(request.instance, job, request)
-        self._router.first_token(request.routed, request.instance, now)
 
     def _finish(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]
@@ -192,7 +176,7 @@ class FleetRun:
             engine_tokens=request.engine_tokens,
         )
         self.answers.append(answer)
-        self._router.finished(request.routed, instance, answer.output_tokens, now)
+        self._router.finished(instance)
         self._turns.answered(request.number)
 
     # -- caches and memory

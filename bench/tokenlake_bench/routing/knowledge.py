@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenlake_bench.baselines import Lru
 
 
 class TrackedCaches:
     """LRU caches of all instances, and an index of the instances that hold each segment or are about to compute it. As
-    `Knowledge` of a router it is exact.
+    knowledge of a router it is exact; chains and lengths are in segments.
 
     A segment's parents may be evicted before it: like the engines' own caches, a cache finds the contiguous prefix
     only.
@@ -70,6 +70,7 @@ class TrackedCaches:
         return held / distinct if distinct else 0.0
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
+        """Length of the longest prefix of `chain` at each instance, as far as the router knows."""
         depths = [0] * len(self._caches)
         still = (1 << len(self._caches)) - 1
         for depth, segment in enumerate(chain):
@@ -83,13 +84,12 @@ class TrackedCaches:
         return depths
 
     def sizes(self) -> list[int]:
+        """Number of segments held by each instance, as far as the router knows."""
         return [len(cache) for cache in self._caches]
 
-    def coldest(self, instance: int) -> Iterator[int]:
-        return iter(self._caches[instance])
-
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """Does nothing, because this knowledge follows the caches themselves and not the sent prompts."""
+        """The router sent a prompt to the instance. Does nothing here, because this knowledge follows the caches
+        themselves."""
 
     def _note_owner(self, chain: Iterable[int], instance: int) -> None:
         bit = 1 << instance

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from tokenlake_bench.balance import BusyLog, SendLog, load, spread
+from tokenlake_bench.balance import BusyLog, SendLog, spread
 from tokenlake_bench.engine_model import EngineModel
 
 SLO_FACTOR: Final = 10.0
@@ -120,7 +120,7 @@ def row_of(
         token_hit_rate=hits / sum(a.prompt_tokens for a in answers),
         remote_share=max(0, sum(a.remote_tokens for a in answers) - from_disk) / max(1, hits),
         engine_share=sum(a.engine_tokens for a in answers) / max(1, hits),
-        load_cv=load(sent).cv,
+        load_cv=spread(sent.table()).cv,
         busy_share=busy.total_s / busy.instances / (finished_s - min(arrivals)),
         busy_cv=spread(busy.table()).cv or 0.0,
         duplication=duplication,

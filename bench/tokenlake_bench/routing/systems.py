@@ -1,40 +1,139 @@
-"""The systems compared, by name: a router and its knowledge.
+"""The compared systems by name: a router, and what it knows of the caches of the instances.
 
 Names end in `-perfect` where the router knows every cache and requests under way take no memory from the caches, and in
 `-real` where the router knows only the requests that it sent and caches share their memory with requests under way.
+
+`cache-aware` is SGLang's rule (sgl-project/sglang, `docs/router/router.md` and the comment of `Router::CacheAware` in
+the router's Rust code). While the load is even, a prompt goes to the worker with the longest matching prefix if that is
+more than `cache_threshold` of the prompt, else to the worker with the smallest tree; while the load is uneven, to the
+shortest queue. Load is the router's own count of requests sent and not answered. One difference: among workers that are
+equal by this rule, SGLang takes the first of its map; this router takes one with the fewest requests, and draws among
+those by the seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.routing.base import Fleet, Router
-from tokenlake_bench.routing.cache_aware import TREE_TOKENS, CacheAware
-from tokenlake_bench.routing.preble import Preble
-from tokenlake_bench.routing.round_robin import RoundRobin
+from tokenlake_bench.routing.knowledge import TrackedCaches
+
+TREE_TOKENS: Final = (1 << 24) // 4
+"""Number of tokens that the router of a `-real` system remembers per instance: SGLang's default `max_tree_size` is 2^24
+characters, at about four per token."""
+
+
+class RoutedRequest(NamedTuple):
+    """A request as a router gets it; the length of its answer is not known yet."""
+
+    number: int
+    """Number of the request in order of arrival."""
+    tokens: int
+    """Length of the prompt."""
+    chain: tuple[int, ...]
+    """One id per full segment of the prompt; equal ids mean equal tokens up to the segment's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Constructor arguments of every router. `knowledge`: what it knows of the caches; `rng` draws among instances of
+    equal cost."""
+
+    instances: int
+    segment_tokens: int
+    knowledge: TrackedCaches
+    rng: random.Random
+
+
+class Router(Protocol):
+    """Chooses the instance of each request. Its methods are called in time order. The only thing that a router
+    observes of the instances is their answers."""
+
+    def choose(self, request: RoutedRequest) -> int:
+        """Choose the instance of a request, to which it is then sent at once."""
+        ...
+
+    def finished(self, instance: int) -> None:
+        """Tell the router that the last token of an answer passes through it."""
+        ...
+
+
+class RoundRobin:
+    """Sends request i to instance i modulo the number of instances."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._instances = fleet.instances
+
+    def choose(self, request: RoutedRequest) -> int:
+        return request.number % self._instances
+
+    def finished(self, instance: int) -> None:
+        """Does nothing, because the rule does not depend on answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareSettings:
+    """Settings of SGLang's cache-aware router, with its documented defaults."""
+
+    cache_threshold: float = 0.5
+    balance_abs_threshold: int = 32
+    balance_rel_threshold: float = 1.0001
+
+
+class CacheAware:
+    """SGLang's cache-aware routing; the docstring of the module describes the rule."""
+
+    def __init__(self, fleet: Fleet, settings: CacheAwareSettings | None = None) -> None:
+        self._fleet = fleet
+        self._settings = settings or CacheAwareSettings()
+        self._pending = [0] * fleet.instances
+
+    def choose(self, request: RoutedRequest) -> int:
+        instance = self._instance(request)
+        self._pending[instance] += 1
+        self._fleet.knowledge.sent(request.chain, instance)
+        return instance
+
+    def finished(self, instance: int) -> None:
+        self._pending[instance] -= 1
+
+    def _instance(self, request: RoutedRequest) -> int:
+        fleet, settings, pending = self._fleet, self._settings, self._pending
+        instances = range(fleet.instances)
+        most, fewest = max(pending), min(pending)
+        if most - fewest > settings.balance_abs_threshold and most > settings.balance_rel_threshold * fewest:
+            return least(pending, instances, fleet.rng)
+        depths = fleet.knowledge.depths(request.chain)
+        longest = max(depths)
+        if longest * fleet.segment_tokens > settings.cache_threshold * request.tokens:
+            return least(pending, [i for i in instances if depths[i] == longest], fleet.rng)
+        sizes = fleet.knowledge.sizes()
+        smallest = min(sizes)
+        return least(pending, [i for i in instances if sizes[i] == smallest], fleet.rng)
+
+
+def least(costs: Sequence[float], among: Sequence[int], rng: random.Random) -> int:
+    """The instance of `among` whose cost is least; `rng` draws among equal ones."""
+    lowest = min(costs[index] for index in among)
+    ties = [index for index in among if costs[index] == lowest]
+    return ties[0] if len(ties) == 1 else rng.choice(ties)
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A compared system. `record_tokens`: number of tokens that the router of a `-real` system remembers per instance;
-    None: as many as the instance's cache holds."""
+    """A compared system."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
-    record_tokens: int | None = None
 
 
 SYSTEMS: Final[dict[str, System]] = {
-    f"{name}-{kind}": System(f"{name}-{kind}", router, kind == "perfect", record_tokens)
-    for name, router, record_tokens in (
-        ("round-robin", RoundRobin, None),
-        ("cache-aware", CacheAware, TREE_TOKENS),
-        ("preble", Preble, None),
-    )
+    f"{name}-{kind}": System(f"{name}-{kind}", router, kind == "perfect")
+    for name, router in (("round-robin", RoundRobin), ("cache-aware", CacheAware))
     for kind in ("perfect", "real")
 }
 
@@ -42,11 +141,8 @@ SYSTEMS: Final[dict[str, System]] = {
 def systems_named(names: str) -> list[System]:
     """The systems of the comma-separated `names`, or all systems for `all`. Raises ConfigurationError for a name that
     is not in `SYSTEMS`."""
-    if names == "all":
-        return list(SYSTEMS.values())
-    chosen = []
-    for name in names.split(","):
+    chosen = list(SYSTEMS) if names == "all" else names.split(",")
+    for name in chosen:
         if name not in SYSTEMS:
             raise ConfigurationError("baselines", name, "all, or names among " + ", ".join(SYSTEMS))
-        chosen.append(SYSTEMS[name])
-    return chosen
+    return [SYSTEMS[name] for name in chosen]

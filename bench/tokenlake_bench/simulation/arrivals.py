@@ -16,15 +16,11 @@ from numpy.typing import NDArray
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, Prompt
-from tokenlake_bench.flash import FLASH_SEGMENTS, FLASH_SHARE
 from tokenlake_bench.mixing import WORD, key_of, mix64
 
 _KEY_WORDS = 4
 _COPY = 1 << 40
 """Distance between the segment numbers of two copies of a workload, so that they share no number."""
-_BEHIND = 1 << 56
-"""Offset that makes new segment numbers, apart from all others, for the segments that follow the prefix of a flash
-crowd."""
 _SWARMS = 1 << 58
 """Offset that keeps the segment numbers of swarms (`with_swarms`) apart from all others."""
 SWARM_EVERY_S, SWARM_WITHIN_S = 20.0, 0.5
@@ -147,20 +143,6 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
         cut = arrival.follows is not None and arrival.follows < first <= index
         follows = None if cut else arrival.follows
         yield _Copied(copy, index, arrival._replace(at_s=at_s, chain=own, follows=follows))
-
-
-def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
-    """Turn a share of the requests into a flash crowd: from `from_s` on, `FLASH_SHARE` of them, drawn by `seed`, begin
-    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well. Whether a request comes
-    after `from_s` is decided by its recorded time."""
-    draw = random.Random(seed)
-    prefix = -np.arange(1, FLASH_SEGMENTS + 1, dtype=np.int64)
-    for arrival in arrivals:
-        if arrival.at_s >= from_s and draw.random() < FLASH_SHARE:
-            tokens = arrival.tokens + FLASH_SEGMENTS * segment_tokens
-            yield arrival._replace(tokens=tokens, chain=np.concatenate([prefix, -arrival.chain - _BEHIND]))
-        else:
-            yield arrival
 
 
 def with_swarms(arrivals: Sequence[Arrival], size: int, segment_tokens: int, seed: int) -> Iterator[Arrival]:

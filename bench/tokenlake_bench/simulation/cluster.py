@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tokenlake.core import NodeCore, events
@@ -49,16 +49,16 @@ class SimulatedCluster:
         """`finished` is called with the outcome of each finished request; `engine` makes the engine of each node;
         `joining`: maximum number of nodes that join later (`add`)."""
         self.options = options
-        self.size = pool_size(options.nodes, options.capacity_tokens, options.segment_layout)
+        self.size = pool_size(options.nodes, options.capacity_tokens, options.layout)
         self.clock = Clock()
         self._most = options.nodes + joining
-        self.network = Network(options.network, self._most)
+        self.network = Network(options.link, self._most)
         names = [f"n{index:04}" for index in range(options.nodes)]
         self.record = RingRecord.of(dict.fromkeys(names, self.size.memory))
         """The ring record, as the membership stores it."""
         cores = [self._core(name) for name in names]
-        self.sent, self.sent_to_readers = SendLog(self._most), SendLog(self._most)
-        """Bytes that nodes sent to others, in seconds of the workload; those of them that were for engines."""
+        self.sent = SendLog(self._most)
+        """Bytes that nodes sent to others, in seconds of the workload."""
         self.nodes = [self._node(index, core) for index, core in enumerate(cores)]
         """All nodes that ever were, by index."""
         self.serving = list(range(options.nodes))
@@ -85,16 +85,13 @@ class SimulatedCluster:
     def _node(self, index: int, core: NodeCore) -> SimNode:
         options, size = self.options, self.size
         disk = disk_bytes(options.disk_tokens // options.nodes, size.layout)
-        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk, options.disk)
+        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk)
         node.drained = lambda: self._leave(node)
         node.read_ring = lambda: self._follow(node)
         return node
 
-    def _log(self, node: int, segments: int, to_reader: bool) -> None:
-        at_s, nbytes = self.clock.now - BEGINS_S, segments * self.size.layout.segment_bytes
-        self.sent.add(at_s, node, nbytes)
-        if to_reader:
-            self.sent_to_readers.add(at_s, node, nbytes)
+    def _log(self, node: int, segments: int) -> None:
+        self.sent.add(self.clock.now - BEGINS_S, node, segments * self.size.layout.segment_bytes)
 
     # -- changes of the ring
 
@@ -152,7 +149,7 @@ class SimulatedCluster:
 
     def run(
         self,
-        arrivals: Iterable[Arrival],
+        arrivals: Sequence[Arrival],
         window_ended: Callable[[], None] = lambda: None,
         route: Route | None = None,
         settle_s: float = SETTLE_S,

@@ -75,7 +75,7 @@ class SimulatedEngine:
         self.open = 0
         """Number of requests that the engine has begun and not finished."""
         node.engines[self.connection] = self
-        layout = options.segment_layout
+        layout = options.layout
         node.deliver(events.Joined(self.connection, 0, TENANT, layout.segment_bytes, 1, layout.segment_tokens, 0, 0))
         self._beat()
 
@@ -203,15 +203,15 @@ class SimulatedEngine:
         """Returns the seconds that the match of a prompt may wait for another engine that computes it: longer than this
         engine would compute. The other engine began earlier, and the notice that it is done arrives a little after its
         computation."""
-        return 1.5 * self._compute_s(len(keys) // KEY_BYTES)
+        return 0.0
 
     def _load_s(self, segments: int) -> float:
         """Returns the seconds in which segments of this node's memory are copied to the engine's own cache."""
         return 0.0
 
     def _compute_s(self, segments: int) -> float:
-        rate = self._options.prefill_tokens_per_s
-        return segments * self._options.segment_tokens / rate if rate else 0.0
+        """Returns the seconds until computed segments are in their slots: this engine computes in no time."""
+        return 0.0
 
 
 _LOCAL = bytes([Code.LOCAL])

@@ -1,37 +1,25 @@
-"""Goodput of a fleet: the highest rate at which 90 % of the requests meet their objective.
-
-python -m tokenlake_bench.simulation.goodput --trace FILE --nodes 8 --limit 1000 --systems pool,cache-aware-real
-"""
+"""Goodput of a fleet: the highest rate at which 90 % of the requests meet their objective."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import click
 import msgspec
-from rich.console import Console
 
-from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.report import table, write_json
-from tokenlake_bench.routing import SYSTEMS, SystemRow, at_rate, run_system
+from tokenlake_bench.cache_hit import CacheHitArguments
+from tokenlake_bench.report import write_json
+from tokenlake_bench.routing import System, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
-from tokenlake_bench.simulation.command import SimulateArguments
-from tokenlake_bench.simulation.pooled import POOL, pool_options
-from tokenlake_bench.simulation.pools import POOLS
+from tokenlake_bench.simulation.pools import PoolSystem
 
 SHARE: Final = 0.9
 """Share of the requests that must meet their objective at the searched rate."""
 STEP: Final = 1.05
 """Ratio of two neighbouring request rates of the search."""
-LOWEST, HIGHEST = 1 / 64, 1024.0
-"""Lowest and highest request rate of the search, as multiples of the workload's own rate."""
-_HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
+LOWEST, HIGHEST = math.floor(math.log(1 / 64, STEP)), math.floor(math.log(1024.0, STEP))
+"""Steps of the lowest and of the highest request rate of the search, from the workload's own rate."""
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,18 +43,17 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
     """The highest step of the rate at which `share_at(step)` is at least `SHARE` while it is lower one step above; None
     where that would be below the lowest rate. If the share does not fall steadily, the result is one such step, rather
     near `start`."""
-    lowest, highest = math.floor(math.log(LOWEST, STEP)), _HIGHEST_STEP
     good = bad = None
     at, stride = start, 1
     while good is None or bad is None:
         if share_at(at) >= SHARE:
-            if at == highest:
+            if at == HIGHEST:
                 return at
-            good, at = at, min(highest, at + stride)
+            good, at = at, min(HIGHEST, at + stride)
         else:
-            if at == lowest:
+            if at == LOWEST:
                 return None
-            bad, at = at, max(lowest, at - stride)
+            bad, at = at, max(LOWEST, at - stride)
         stride *= 2
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -77,26 +64,19 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
     return good
 
 
-def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, engine: EngineModel) -> SystemRow:
-    capacity_tokens, segment_tokens = arguments.size
-    nodes, seed = arguments.nodes, arguments.seed
-    if name in POOLS:
-        options = pool_options(
-            engine, nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, seed=seed, rules={}
-        )
-        run, route = POOLS[name].prepare(options, engine, arguments.engine_cache_tokens)
-        run.run(arrivals, route=route)
+def simulated(system: PoolSystem | System, arrivals: Sequence[Arrival], arguments: CacheHitArguments) -> SystemRow:
+    """The row of a form of the pool, or of another system."""
+    if isinstance(system, PoolSystem):
+        run = arguments.run_of(system)
+        run.run(arrivals)
         return run.row()
-    return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], arguments.fleet(engine))
+    return run_system(accesses_of(arrivals, arguments.size[1]), system, arguments.fleet(arguments.engine()))
 
 
-def goodput(arguments: SimulateArguments, systems: Sequence[str], *, say: Callable[[str], object]) -> Goodput:
-    """Search the goodput of every system. `say` is called with a line of text per simulated rate. Raises
-    ConfigurationError."""
-    for name in systems:
-        if name not in (*POOLS, *SYSTEMS):
-            raise ConfigurationError("systems", name, "some of " + ", ".join((*POOLS, *SYSTEMS)))
-    _, arrivals = arguments.workload(say)
+def search(arguments: CacheHitArguments, say: Callable[[str], object]) -> Goodput:
+    """Search the goodput of every form of the pool and every other system of the arguments, and write the JSON file
+    after each. `say` is called with a line of text per simulated rate. Raises TokenLakeError."""
+    _, arrivals = arguments.arrivals()
     accesses = accesses_of(arrivals, arguments.size[1])
     own_rate = (len(arrivals) - 1) / max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
     engine = arguments.engine()
@@ -108,56 +88,21 @@ def goodput(arguments: SimulateArguments, systems: Sequence[str], *, say: Callab
         requests=len(arrivals),
         own_rate=own_rate,
         rates={},
-        shares={name: [] for name in systems},
+        shares={},
     )
+    systems: list[PoolSystem | System] = [*arguments.pool_systems(), *arguments.systems()]
+    for system in systems:
 
-    def share_at(name: str, step: int) -> float:
-        rate = own_rate * STEP**step
-        share = _run(name, arrivals_of(at_rate(accesses, rate)), arguments, engine).slo_attainment
-        result.shares[name].append((rate, share))
-        say(f"{name}: {share:.1%} at {rate:.2f} requests/s")
-        return share
+        def share_at(step: int, system: PoolSystem | System = system) -> float:
+            rate = own_rate * STEP**step
+            share = simulated(system, arrivals_of(at_rate(accesses, rate)), arguments).slo_attainment
+            result.shares.setdefault(system.name, []).append((rate, share))
+            say(f"{system.name}: {share:.1%} at {rate:.2f} requests/s")
+            return share
 
-    for name in systems:
-        best = highest_rate(partial(share_at, name))
-        if best == _HIGHEST_STEP:
-            say(f"{name}: not a goodput, the objective is met at the highest rate that is tried")
-        result.rates[name] = 0.0 if best is None else own_rate * STEP**best
+        best = highest_rate(share_at)
+        if best == HIGHEST:
+            say(f"{system.name}: not a goodput, the objective is met at the highest rate that is tried")
+        result.rates[system.name] = 0.0 if best is None else own_rate * STEP**best
         write_json(result, arguments.json_file)
     return result
-
-
-@click.command()
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A trace, as bench cache-hit reads."
-)
-@click.option("--nodes", default=8, show_default=True)
-@click.option("--capacity-tokens", type=int)
-@click.option("--engine-cache-tokens", type=int, help="GPU cache of each instance; --capacity-tokens lie behind it.")
-@click.option(
-    "--limit", type=int, default=1000, show_default=True, help="Number of requests, from the trace's beginning."
-)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--model")
-@click.option("--gpu")
-@click.option("--systems", default=f"{POOL},cache-aware-perfect", show_default=True)
-@click.option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times.")
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Result file, written after every search.",
-)
-def main(systems: str, **arguments: Any) -> None:
-    """Search the highest rate at which 90 % of the requests meet their objective, for each system."""
-    console = Console()
-    try:
-        result = goodput(SimulateArguments(**arguments), systems.split(","), say=console.print)
-    except TokenLakeError as error:
-        raise click.ClickException(str(error)) from error
-    title = f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
-    console.print(table(title, (), [(name, f"{rate:.2f}") for name, rate in result.rates.items()]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,8 +10,7 @@ at the sending node, then at the receiving node::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import peer
@@ -19,7 +18,8 @@ from tokenlake.wire import peer
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Link in one direction between two nodes: latency in seconds, bandwidth in bytes per second."""
+    """Connection of a node through one switch, in either direction: latency in seconds, bandwidth in bytes per second;
+    by default 100 Gbit/s."""
 
     latency_s: float = 50e-6
     bandwidth: float = 12.5e9
@@ -31,20 +31,11 @@ class Link:
             raise ConfigurationError("bandwidth", self.bandwidth, "a finite number of bytes per second, above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkShape:
-    """The links of a simulated network. `links`: by (sender, receiver), those that differ from the usual one. `usual`:
-    every other link, and each node's own connection in either direction; by default 100 Gbit/s through one switch."""
-
-    usual: Link = field(default_factory=Link)
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-
-
 class Network:
     """The simulated network between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
 
-    def __init__(self, shape: NetworkShape, nodes: int) -> None:
-        self.shape = shape
+    def __init__(self, link: Link, nodes: int) -> None:
+        self.link = link
         self._sends_until = [0.0] * nodes
         self._receives_until = [0.0] * nodes
         self.messages: Counter[type] = Counter()
@@ -53,10 +44,6 @@ class Network:
         self.nbytes = 0
         """Number of bytes of segments sent so far."""
 
-    def link(self, sender: int, receiver: int) -> Link:
-        """The link from one node to another."""
-        return self.shape.links.get((sender, receiver), self.shape.usual)
-
     def frame(self, message: peer.PeerMessage) -> None:
         """Count a frame that a node sends now."""
         self.messages[type(message)] += 1
@@ -64,11 +51,10 @@ class Network:
     def transfer(self, now: float, sender: int, receiver: int, nbytes: int) -> tuple[float, float]:
         """Queue a transfer of `nbytes` from one node to another. Returns (time at which the sender has sent the last
         byte, time at which it arrives)."""
-        link = self.link(sender, receiver)
-        took = nbytes / min(link.bandwidth, self.shape.usual.bandwidth)
+        took = nbytes / self.link.bandwidth
         starts = max(now, self._sends_until[sender])
         sent = self._sends_until[sender] = starts + took
-        lands = max(starts + link.latency_s, self._receives_until[receiver])
+        lands = max(starts + self.link.latency_s, self._receives_until[receiver])
         arrived = self._receives_until[receiver] = lands + took
         self.transfers += 1
         self.nbytes += nbytes

@@ -9,8 +9,8 @@ from tokenlake.core import NodeCore, events, instructions
 from tokenlake.keys import KEY_BYTES
 from tokenlake.memory import SegmentStore
 from tokenlake.wire import Code, engine, peer
-from tokenlake_bench.simulation.disk import CHECKSUM, DiskShape, SimDisk
-from tokenlake_bench.simulation.network import Link, Network
+from tokenlake_bench.simulation.disk import CHECKSUM, SimDisk
+from tokenlake_bench.simulation.network import Network
 from tokenlake_testing.clock import Clock
 from tokenlake_testing.driver import NodeDriver, Pull
 
@@ -46,7 +46,7 @@ class _SizedPull(Pull):
         source, target = self._source, self._target
         clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
         sent, arrived = source.network.transfer(clock.now, source.index, target.index, nbytes)
-        self._count(bulk.codes)
+        source.log(source.index, bulk.codes.count(Code.LOCAL))
         clock.at(sent, self.end_sending)
         clock.at(arrived, self._return_codes)
 
@@ -65,10 +65,6 @@ class _SizedPull(Pull):
         self.end_receiving(
             self._codes, b"".join(CHECKSUM * shards if code == Code.LOCAL else missing for code in self._codes)
         )
-
-    def _count(self, codes: bytes) -> None:
-        """A background transfer is a hand-over of segments; for every other transfer an engine waits."""
-        self._source.log(self._source.index, codes.count(Code.LOCAL), not self.order.background)
 
 
 class _Membership:
@@ -95,13 +91,11 @@ class SimNode:
         core: NodeCore,
         clock: Clock,
         network: Network,
-        log: Callable[[int, int, bool], None],
+        log: Callable[[int, int], None],
         disk_bytes: int = 0,
-        disk: DiskShape | None = None,
     ) -> None:
         """`index`: number of this node among the `nodes` nodes of the cluster. `log` is called with (node, number of
-        segments that it sends to another one, whether an engine waits for them). `disk_bytes`: size of its disk; 0: it
-        has none. `disk`: its shape, by default the usual one."""
+        segments that it sends to another one). `disk_bytes`: size of its disk; 0: it has none."""
         self.index = index
         self.name = core.config.node
         self.core = core
@@ -116,7 +110,7 @@ class SimNode:
         """Called when the node hears of a newer ring."""
         self.disk: SimDisk | None = None
         if disk_bytes:
-            self.disk = SimDisk(disk or DiskShape(), disk_bytes, clock, self._from_disk)
+            self.disk = SimDisk(disk_bytes, clock, self._from_disk)
         self.driver = NodeDriver(
             core,
             clock,
@@ -128,7 +122,7 @@ class SimNode:
         )
         self.deliver = self.driver.deliver
         self._nodes = nodes
-        self._peers: dict[str, tuple[SimNode, Link]] = {}
+        self._peers: dict[str, SimNode] = {}
         self._streams = 0
 
     @property
@@ -147,8 +141,7 @@ class SimNode:
 
     def connect(self, nodes: Iterable[SimNode]) -> None:
         """Make the other nodes known to this one. Must be called before `driver.start`, and when a node joins."""
-        others = (node for node in nodes if node is not self)
-        self._peers = {other.name: (other, self.network.link(self.index, other.index)) for other in others}
+        self._peers = {node.name: node for node in nodes if node is not self}
 
     def knows(self, other: str) -> bool:
         """Whether the node lives, and its ring record has the node `other`."""
@@ -170,16 +163,14 @@ class SimNode:
     # -- network
 
     def say(self, order: instructions.SendToPeer) -> None:
-        other, link = self._peers[order.node]
-        message = order.message
-        self.network.frame(message)
-        self.clock.after(link.latency_s, other.hear, self.name, message)
+        self.network.frame(order.message)
+        self.clock.after(self.network.link.latency_s, self._peers[order.node].hear, self.name, order.message)
 
     def pull(self, order: instructions.StartFetch) -> Pull:
-        source, link = self._peers[order.node]
+        source = self._peers[order.node]
         self._streams += 1
         pull = _SizedPull(source, self, order, self._streams * self._nodes + self.index)
-        self.clock.after(link.latency_s, pull.begin)
+        self.clock.after(self.network.link.latency_s, pull.begin)
         return pull
 
     # -- memory

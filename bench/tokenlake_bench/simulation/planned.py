@@ -24,7 +24,7 @@ from tokenlake_bench.simulation.pooled import PooledRun
 
 
 class PlannedRoute:
-    """The route of one `PooledRun` that plans: pass it to `PooledRun.run`. It sends each request to an instance after a
+    """A route of one `PooledRun` that plans. It sends each request to an instance after a
     lookup of the request's segments."""
 
     def __init__(self, run: PooledRun) -> None:
@@ -38,7 +38,7 @@ class PlannedRoute:
         instances = {str(node): node for node in self._nodes}
         layout = self._cluster.size.layout
         self.router = Router(instances, options.segment_tokens, layout.segment_bytes, seed=options.seed)
-        self._one_way_s = SOCKET_S + options.network.usual.latency_s
+        self._one_way_s = SOCKET_S + options.link.latency_s
         run.first_token = self._first_token
         run.answered = self._answered
 

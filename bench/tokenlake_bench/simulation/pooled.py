@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from tokenlake.core import events
@@ -33,10 +34,11 @@ from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, Route, Send
 from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, SimulatedEngine, Steps
-from tokenlake_bench.simulation.network import Link, NetworkShape
+from tokenlake_bench.simulation.network import Link
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
+from tokenlake_bench.sizing import layout_of
 
 POOL, POOL_REAL = "pool", "pool-real"
 """Names of two simulated forms of the pool. `pool`: requests under way take no memory from the pool, as in the
@@ -50,18 +52,9 @@ DRAIN_S = 86_400.0
 
 def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
     """A layout whose segments have as many bytes as those of the engine's model; its other fields have no effect."""
-    elements = engine.model.attention.cache_elements
-    return Layout(
-        model_id=engine.model.name,
-        weights_digest="00",
-        dtype="bfloat16",
-        layers=engine.model.layers,
-        kv_heads=1,
-        key_dim=elements // 2,
-        value_dim=elements - elements // 2,
-        position="none",
-        segment_tokens=segment_tokens,
-    )
+    elements, layers = engine.model.cache_elements, engine.model.layers
+    key_dim = elements // 2
+    return layout_of(engine.model.name, segment_tokens, key_dim, elements - key_dim, layers=layers, dtype="bfloat16")
 
 
 def pool_options(
@@ -71,7 +64,7 @@ def pool_options(
     capacity_tokens: int,
     segment_tokens: int,
     seed: int,
-    rules: dict[str, Any],
+    rules: Mapping[str, Any] = MappingProxyType({}),
     disk_tokens: int = 0,
 ) -> SimulationOptions:
     """Options of a simulated pool with one node per engine instance, whose network adapters together are one
@@ -82,10 +75,9 @@ def pool_options(
         nodes=nodes,
         capacity_tokens=capacity_tokens,
         disk_tokens=disk_tokens,
-        segment_tokens=segment_tokens,
         layout=engine_layout(engine, segment_tokens),
         seed=seed,
-        network=NetworkShape(Link(bandwidth=bandwidth)),
+        link=Link(bandwidth=bandwidth),
         rules=rules,
     )
 
@@ -266,7 +258,7 @@ class PooledEngine(SimulatedEngine):
         slot is reserved and its segment discarded at once: it is then in no index, like the slot of an evicted segment
         that a reader still pins."""
         store, now = self._node.store, self._clock.now
-        slot_bytes = self._options.segment_layout.segment_bytes
+        slot_bytes = self._options.layout.segment_bytes
         self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
         while len(memory.own) + len(memory.shared) < memory.slots:
             key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))
@@ -306,6 +298,8 @@ class PooledRun:
         self.answered: Callable[[Arrival], None] = lambda arrival: None
         """Functions that are called with the request at the first token (`first_token`) and at the last token
         (`answered`) of each answer."""
+        self.route: Route = self.least_loaded
+        """Chooses the node of each request."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
         self._instance = instance
         self._closed_loop = False
@@ -326,7 +320,7 @@ class PooledRun:
         return engine
 
     def least_loaded(self, number: int, arrival: Arrival, send: Send) -> None:
-        """The default route: sends each request to the node whose requests have the fewest prompt tokens left to
+        """A route, the default: sends each request to the node whose requests have the fewest prompt tokens left to
         compute; of those, to the one with the fewest requests; of those, to one that the seed draws."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
@@ -336,18 +330,12 @@ class PooledRun:
         """A route that sends requests to the nodes in turn."""
         send(number % len(self._engines))
 
-    def run(
-        self,
-        arrivals: Sequence[Arrival],
-        progress: Callable[[int], None] = lambda done: None,
-        route: Route | None = None,
-    ) -> None:
-        """Serve all requests to their last token. `route` chooses the nodes, by default `least_loaded`. Raises
-        ConfigurationError where there are no requests."""
+    def run(self, arrivals: Sequence[Arrival], progress: Callable[[int], None] = lambda done: None) -> None:
+        """Serve all requests to their last token. Raises ConfigurationError where there are no requests."""
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
         self._closed_loop = any(arrival.follows is not None for arrival in arrivals)
-        self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
+        self.simulation.run(arrivals, progress, self.route, DRAIN_S)
 
     def row(self) -> SystemRow:
         """The row of the pool in the comparison, from all answered requests; there must be at least one."""
@@ -357,7 +345,7 @@ class PooledRun:
             simulation.cluster.sent,
             self.busy,
             self.engine,
-            duplication=simulation.totals().duplication,
+            duplication=simulation.figures().duplication,
             closed_loop=self._closed_loop,
             disk=simulation.disk_use(max(answer.at_s for answer in self.answers)),
         )

@@ -9,7 +9,6 @@ from typing import Final
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.simulation.cached import CachedEngine
-from tokenlake_bench.simulation.cluster import Route
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledEngine, PooledRun
@@ -29,17 +28,18 @@ class PoolSystem:
 
     def prepare(
         self, options: SimulationOptions, engine: EngineModel, engine_cache_tokens: int | None = None
-    ) -> tuple[PooledRun, Route | None]:
-        """(a run of this form of the pool, the route to pass to it; None for the run's default route).
-        `engine_cache_tokens`: each instance has a GPU cache of so many tokens, of which requests under way take memory
-        in place of the pool."""
+    ) -> PooledRun:
+        """A run of this form of the pool. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, of
+        which requests under way take memory in place of the pool."""
         instance = (
             PooledEngine
             if engine_cache_tokens is None
             else partial(CachedEngine, engine_cache_tokens=engine_cache_tokens)
         )
         run = PooledRun(options, engine, counts_memory=self.counts_memory, instance=instance)
-        return run, PlannedRoute(run) if self.planned else None
+        if self.planned:
+            run.route = PlannedRoute(run)
+        return run
 
 
 POOLS: Final[dict[str, PoolSystem]] = {
@@ -56,11 +56,8 @@ POOLS: Final[dict[str, PoolSystem]] = {
 def pools_named(names: str) -> list[PoolSystem]:
     """The forms of the pool of the comma-separated `names`, or all forms for `all`. Raises ConfigurationError for a
     name that is not in `POOLS`."""
-    if names == "all":
-        return list(POOLS.values())
-    chosen = []
-    for name in names.split(","):
+    chosen = list(POOLS) if names == "all" else names.split(",")
+    for name in chosen:
         if name not in POOLS:
             raise ConfigurationError("pools", name, "all, or names among " + ", ".join(POOLS))
-        chosen.append(POOLS[name])
-    return chosen
+    return [POOLS[name] for name in chosen]

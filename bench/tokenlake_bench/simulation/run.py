@@ -6,7 +6,7 @@ import gc
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -18,7 +18,7 @@ from tokenlake.memory import State
 from tokenlake.memory.store import EVICTED as MEMORY_EVICTED
 from tokenlake.metrics import Counters
 from tokenlake.wire import Code
-from tokenlake_bench.balance import Spread, load
+from tokenlake_bench.balance import Spread, spread
 from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
@@ -26,30 +26,20 @@ from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.options import SimulationOptions
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the finished requests of a simulated run. `remote_share`: share of the hits that came from other
-    nodes; the others are reads from the engine's own node, which are no load. `load` is defined in
-    `balance`."""
+    nodes; the others are reads from the engine's own node, which are no load. `load` is defined in `balance`.
+    `bytes_moved`: of segments sent between nodes; `duplication`: copies per distinct segment at the end; messages are
+    frames between nodes."""
 
     requests: int
     token_hit_rate: float
     remote_share: float
     load: Spread
-
-
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of a whole simulated run. `messages` are frames between nodes, `events` callbacks of the simulated clock,
-    `bytes_moved` bytes of segments sent between nodes, `duplication` copies per distinct segment at the end."""
-
-    requests: int
     duplication: float
     bytes_moved: int
     messages_per_request: float
-    messages_per_request_by_type: dict[str, float]
-    events: int
     processor_s: float
-    stored: dict[str, int]
-    cut_by: dict[str, int]
 
 
 class Simulation:
@@ -59,7 +49,6 @@ class Simulation:
         self.options = options
         self.done = 0
         """Number of requests finished so far."""
-        self.cut_by: Counter[Code] = Counter()
         self.stored: Counter[Code] = Counter()
         self.cluster = SimulatedCluster(options, self._finished, engine)
         self._tokens = self._hits = self._remote = 0
@@ -68,7 +57,7 @@ class Simulation:
 
     def run(
         self,
-        arrivals: Iterable[Arrival],
+        arrivals: Sequence[Arrival],
         progress: Callable[[int], None] = lambda done: None,
         route: Route | None = None,
         settle_s: float = SETTLE_S,
@@ -86,13 +75,18 @@ class Simulation:
         finally:
             self._processor_s += time.process_time() - began
 
-    def measure(self) -> Measured:
-        """Hit rate of the requests that finished so far, and load by all bytes sent."""
-        return Measured(
+    def figures(self) -> Figures:
+        """Figures of all requests that finished so far; the load is by all bytes sent."""
+        cluster, done = self.cluster, max(1, self.done)
+        return Figures(
             requests=self.done,
             token_hit_rate=self._hits * self.options.segment_tokens / max(1, self._tokens),
             remote_share=self.remote_share(),
-            load=load(self.cluster.sent),
+            load=spread(cluster.sent.table()),
+            duplication=_copies_per_segment(cluster),
+            bytes_moved=cluster.network.nbytes,
+            messages_per_request=cluster.network.messages.total() / done,
+            processor_s=self._processor_s,
         )
 
     def remote_share(self) -> float:
@@ -113,7 +107,7 @@ class Simulation:
             return None
         counters = [node.core.counters for node in self.cluster.nodes]
         written = sum(disk.written_bytes for disk in disks)
-        evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.segment_layout.segment_bytes
+        evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.layout.segment_bytes
         per_day = written * 86_400 / max(seconds, 1e-9)
         return DiskUse(
             tokens=sum(map(_from_disk, counters)),
@@ -121,23 +115,6 @@ class Simulation:
             written_bytes_per_day=per_day,
             writes_per_day=per_day / sum(disk.capacity for disk in disks),
             written_share=written / max(1, evicted),
-        )
-
-    def totals(self) -> Totals:
-        """Totals of all requests so far."""
-        cluster, done = self.cluster, max(1, self.done)
-        return Totals(
-            requests=self.done,
-            duplication=_copies_per_segment(cluster),
-            bytes_moved=cluster.network.nbytes,
-            messages_per_request=cluster.network.messages.total() / done,
-            messages_per_request_by_type={
-                kind.__name__: round(count / done, 2) for kind, count in cluster.network.messages.most_common()
-            },
-            events=cluster.clock.scheduled,
-            processor_s=self._processor_s,
-            stored={code.name: self.stored[code] for code in sorted(self.stored)},
-            cut_by={code.name: self.cut_by[code] for code in sorted(self.cut_by)},
         )
 
     def _finished(self, served: RequestOutcome) -> None:
@@ -148,8 +125,6 @@ class Simulation:
         self.stored += served.stored
         if served.hits:
             self._read_s.append(served.read_s)
-        if served.cut_by is not None:
-            self.cut_by[served.cut_by] += 1
 
 
 @contextmanager

@@ -6,33 +6,30 @@ from __future__ import annotations
 import heapq
 import math
 import signal
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
+import msgspec
+from rich.console import Console, Group
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake_bench.daemons import settle
+from tokenlake_bench.daemons import EVICTED, settle
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import write_json
+from tokenlake_bench.report import format_bytes, format_duration, table, verdict, write_json
 from tokenlake_bench.soak.faults import schedule
-from tokenlake_bench.soak.fleet import EVICTED, Fleet
-from tokenlake_bench.soak.refill import Refilled, displace, refill
-from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, tables
+from tokenlake_bench.soak.fleet import Fleet
+from tokenlake_bench.soak.gauges import DAEMON, ENGINE, Gauge, compared
 
 SAMPLES: Final = 240
 """Maximum number of times that gauges are sampled in a run; short runs take a sample per second."""
 DRAIN_S: Final = 60.0
 """Seconds within which all leases and reservations must have ended after the load: the duration of a lease and of a
 reservation, and time for delays of a busy machine."""
-LOG_CHARACTERS: Final = 4000
 POLL_S: Final = 0.1
 
 
@@ -59,78 +56,82 @@ class SoakArguments:
         """Seconds for which the load runs."""
         return self.minutes * 60
 
-    def command(self) -> str:
-        """Text of the command line that repeats this run."""
-        return (
-            f"tokenlake bench soak --minutes {self.minutes:g} --seed {self.seed} --nodes {self.nodes} "
-            f"--rate {self.rate:g} --fault-every {self.fault_every:g}"
-        )
+
+class Claim(msgspec.Struct, frozen=True):
+    """One claim about a soak. `holds`: None where the run was too short to decide; the soak has then not passed."""
+
+    text: str
+    found: str
+    holds: bool | None
+
+
+class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `tokenlake bench soak`. `gauges`: of the processes that lived as long as the run."""
+
+    seconds: float
+    seed: int
+    nodes: int
+    interrupted: bool
+    claims: list[Claim]
+    gauges: list[Gauge]
+    faults: dict[str, int]
+    done: dict[str, int]
+
+    @property
+    def passed(self) -> bool:
+        """True if every claim about the soak holds."""
+        return all(claim.holds for claim in self.claims)
 
 
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
-    """Run the soak, print its result, and write the files that the command line names. A first interruption ends the
-    load early, a second one the checks after the load. Raises TokenLakeError."""
+    """Run the soak, print its result, and write the file that the command line names. An interruption (SIGINT, also
+    where it was ignored, as in a shell's background jobs) ends the load early. Raises TokenLakeError."""
     console = console or Console()
-    console.print(arguments.command(), soft_wrap=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="tokenlake-soak-") as directory,
-        Fleet(arguments.nodes, arguments.seed, arguments.rate, Path(directory)) as fleet,
-    ):
-        run = _Run(arguments, fleet, console)
-        with _interruptible(run):
-            run.load()
-        with _interruptible(run):
+    console.print(
+        f"tokenlake bench soak --minutes {arguments.minutes:g} --seed {arguments.seed} --nodes {arguments.nodes} "
+        f"--rate {arguments.rate:g} --fault-every {arguments.fault_every:g}",
+        soft_wrap=True,
+    )
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Fleet(arguments.nodes, arguments.seed, arguments.rate) as fleet:
+            run = _Run(arguments, fleet, console)
+            try:
+                run.load()
+            except KeyboardInterrupt:
+                run.interrupted = True
             run.afterwards()
-        result = run.result()
+            result = run.result()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     console.print(tables(result))
-    for name, log in result.logs.items():
-        console.print(f"the end of {name}'s log:\n{log}", markup=False, soft_wrap=True)
     write_json(result, arguments.json_file)
     return result
 
 
-@contextmanager
-def _interruptible(run: _Run) -> Iterator[None]:
-    """Context that SIGTERM and SIGINT end: `run.interrupted` is set then, and the code behind the context goes on.
-    SIGINT does so also where it was ignored, as in a shell's background jobs. The former handlers are set again."""
-    previous = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        run.interrupted = True
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 @dataclass
 class _Run:
-    """One run of the soak. Results of a check are None until the check was made."""
+    """One run of the soak."""
 
     arguments: SoakArguments
     fleet: Fleet
     console: Console
     interrupted: bool = False
     load_s: float = 0.0
-    engines_gave_back: bool = False
-    left_held: dict[str, float] | None = None
-    left_processes: float | None = None
-    slots_missing: float | None = None
-    refilled: Refilled | None = None
-    stayed: int | None = None
-    trouble: list[str] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
 
     def load(self) -> None:
-        """Run load and faults, and sample the gauges of all processes at regular times."""
-        seconds = self.arguments.seconds
+        """Run load and faults, and sample the gauges at regular times."""
+        seconds, fleet = self.arguments.seconds, self.fleet
         order = count()
         events: list[tuple[float, int, Callable[[], None]]] = []
-        for fault in schedule(self.fleet.targets(), seconds, self.arguments.fault_every, self.arguments.seed):
-            events.append((fault.at_s, next(order), lambda fault=fault: self.fleet.begin(fault)))  # type: ignore[misc]
-            events.append((fault.at_s + fault.for_s, next(order), lambda fault=fault: self.fleet.end(fault)))  # type: ignore[misc]
+        for fault in schedule(fleet.targets(), seconds, self.arguments.fault_every, self.arguments.seed):
+            events.append((fault.at_s, next(order), partial(fleet.begin, fault)))
+            events.append((fault.at_s + fault.for_s, next(order), partial(fleet.end, fault)))
         every_s = max(1.0, seconds / SAMPLES)
         events += [(number * every_s, next(order), self._sample) for number in range(1, int(seconds / every_s) + 1)]
         heapq.heapify(events)
+        fleet.wait_started()
         self._began = time.monotonic()
         with LiveProgress(self.console, "soak, seconds", max(1, int(seconds))) as progress:
             while events and (now := self._now()) < seconds:
@@ -138,8 +139,7 @@ class _Run:
                     time.sleep(min(POLL_S, events[0][0] - now))
                     continue
                 heapq.heappop(events)[2]()
-                progress.update(int(self._now()), self._status())
-            self.load_s = self._now()
+                progress.update(int(self._now()), f"{sum(fleet.faults.values())} faults")
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -149,42 +149,58 @@ class _Run:
         self.fleet.tend()
         self.fleet.sample(self.load_s)
 
-    def _status(self) -> str:
-        done, faults = self.fleet.done(), sum(self.fleet.faults.values())
-        return (
-            f"{done['segments compared']:,} segments compared, {self.fleet.wrong()[1]:,} wrong bytes, {faults} faults, "
-            f"{self.fleet.counted(EVICTED):,} evicted"
-        )
+    def _claim(self, text: str, found: str, holds: bool | None) -> None:
+        self.claims.append(Claim(text, found, holds))
 
     def afterwards(self) -> None:
         """Check, after the load, that all leased and reserved slots are given back and that every slot takes a new
         segment."""
         fleet = self.fleet
         fleet.recover()
-        self.engines_gave_back = fleet.drain(DRAIN_S)
+        gave_back = fleet.drain(DRAIN_S)
         self.console.print("the load has ended: waiting until all leases and reservations have ended")
-        self.left_held = _wait_for_none(fleet.held)
+        left = _wait_for_none(fleet.held)
+        evicted = int(fleet.cluster.totals()[EVICTED])
         fleet.leave()
-        self.left_processes = _wait_for_none(lambda: {"processes": fleet.cluster.totals()["tokenlake_processes"]})[
-            "processes"
-        ]
+        done = fleet.done()
+        compared, nbytes = done["segments compared"], done["wrong bytes"]
+        moved = f"{done['segments from other nodes']:,} came from other nodes, {evicted:,} evicted"
+        stirred = min(done["segments from other nodes"], evicted, sum(fleet.faults.values()))
+        self._claim("the load used every mechanism", f"{compared:,} segments compared, {moved}", stirred > 0)
+        self._claim("wrong bytes: 0", f"{nbytes:,} of {compared:,} segments", compared > 0 and not nbytes)
+        ended, failures = fleet.ended, fleet.failures()
+        self._claim("no process ended unless it was killed", f"{len(ended)} {'; '.join(ended[:2])}", not ended)
+        self._claim("no failure in a daemon's log", "; ".join(failures[:3]) or "none", not failures)
+        self._claim(
+            "quarantine drains to 0 while the engines are still connected", f"{left:.0f} holds", gave_back and not left
+        )
+        processes = _wait_for_none(lambda: fleet.cluster.totals()["tokenlake_processes"])
+        self._claim("the daemons forget processes that left", f"{processes:.0f} processes", not processes)
         settle(fleet.cluster)
-        self.slots_missing = fleet.slots_missing()
-        self.console.print("storing as many segments as there are slots")
+        missing = fleet.slots_missing()
+        self._claim("free slots and segments add up to all slots", f"{missing:.0f} missing", not missing)
+        self.console.print("storing as many segments as the first daemon has slots")
+        text = "every slot of the first daemon takes another segment"
         try:
-            self.refilled = refill(fleet.cluster, self.arguments.seed)
-            fleet.stop_others()
-            self.stayed = displace(fleet.cluster.nodes[0], self.arguments.seed)
+            refused, stayed = fleet.displace()
+            self._claim(text, f"{refused} refused, {stayed} segments stayed", not refused and not stayed)
         except TokenLakeError as error:
-            self.trouble.append(f"refill: {error}")
+            self._claim(text, str(error), False)
 
     def result(self) -> SoakResult:
-        """The result of the run, from what is measured and checked so far."""
+        """The result of the run."""
         fleet = self.fleet
-        survivors = [target.name for target in fleet.targets() if not target.mortal]
-        gauges, unknown = gauges_of(fleet.recorder, survivors)
-        claims = [*self._claims(), *flat_claims(gauges, unknown)]
-        failed = any(claim.holds is False for claim in claims)
+        gauges: list[Gauge] = []
+        claims = list(self.claims)
+        for gauge in DAEMON:
+            found = [
+                compared(name, gauge, fleet.samples[name][gauge], tolerances[gauge])
+                for name in fleet.survivors()
+                if gauge in (tolerances := DAEMON if name.startswith("node") else ENGINE)
+            ]
+            known = [each for each in found if each is not None]
+            gauges += known
+            claims.append(flat_claim(gauge, known if len(known) == len(found) else []))
         return SoakResult(
             seconds=self.load_s,
             seed=self.arguments.seed,
@@ -193,64 +209,56 @@ class _Run:
             claims=claims,
             gauges=gauges,
             faults=dict(sorted(fleet.faults.items())),
-            done=dict(sorted((fleet.done() + Counter({"segments evicted": fleet.counted(EVICTED)})).items())),
-            lives={name: len(lives) for name, lives in fleet.recorder.lives.items()},
-            logs={name: log[-LOG_CHARACTERS:] for name, log in fleet.logs().items()} if failed else {},
+            done=dict(sorted(fleet.done().items())),
         )
 
-    def _claims(self) -> list[Claim]:
-        fleet, done = self.fleet, self.fleet.done()
-        segments, nbytes = fleet.wrong()
-        compared = done["segments compared"]
-        again = self.refilled
-        if again is not None:
-            nbytes += again.wrong_bytes
-        ended, failures = fleet.ended(), fleet.failures()
-        held = self.left_held
-        stirred = min(done["segments from other nodes"], fleet.counted(EVICTED), sum(fleet.faults.values()))
-        moved = f"{done['segments from other nodes']:,} came from other nodes, {fleet.counted(EVICTED):,} evicted"
-        left = {} if held is None else {"slots": held["quarantined"], "leases and other holds": held["holds"]}
-        return [
-            Claim(
-                "the load used every mechanism",
-                f"{compared:,} segments compared, {moved}; {_counts(fleet.faults)}",
-                stirred > 0,
-            ),
-            Claim("wrong bytes: 0", f"{nbytes:,} of {compared:,} segments", compared > 0 and nbytes == segments == 0),
-            Claim(
-                "no process ended unless it was killed",
-                f"{len(ended)}; {'; '.join([*ended[:2], *self.trouble])}".removesuffix("; "),
-                not ended and not self.trouble,
-            ),
-            Claim("no failure in a daemon's log", "; ".join(failures[:3]) or "none", not failures),
-            Claim(
-                "quarantine drains to 0 while the engines are still connected",
-                ", ".join(f"{count:.0f} {name}" for name, count in left.items()) or "not reached",
-                held is not None and self.engines_gave_back and not any(held.values()),
-            ),
-            _claim_of_zero("the daemons forget processes that left", self.left_processes, "processes"),
-            _claim_of_zero("free slots and segments add up to all slots", self.slots_missing, "missing"),
-            Claim(
-                "as many segments as slots can be stored again",
-                "not reached" if again is None else f"{again.stored:,} of {again.asked:,} read back {again.stuck}",
-                again is not None and again.stored == again.asked,
-            ),
-            _claim_of_zero("every slot of the first daemon takes another segment", self.stayed, "segments stayed"),
-        ]
+
+def flat_claim(gauge: str, found: list[Gauge]) -> Claim:
+    """That a gauge grows in no process; undecided where nothing was found."""
+    if not found:
+        return Claim(f"{gauge} flat", "too few samples", None)
+    worst = max(found, key=lambda each: (each.later - each.earlier) / each.allowed)
+    earlier, later, allowed = (_value(gauge, value) for value in (worst.earlier, worst.later, worst.allowed))
+    text = f"most in {worst.process}: {earlier} -> {later}, {allowed} more allowed"
+    return Claim(f"{gauge} flat", text, all(each.flat for each in found))
 
 
-def _claim_of_zero(text: str, count: float | None, what: str) -> Claim:
-    return Claim(text, "not reached" if count is None else f"{count:.0f} {what}", count == 0)
-
-
-def _counts(counted: Counter[str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in sorted(counted.items())) or "no faults"
-
-
-def _wait_for_none(look: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Call `look` repeatedly until all values that it returns are 0, for at most `DRAIN_S` seconds. Returns the last
-    values."""
+def _wait_for_none(look: Callable[[], float]) -> float:
+    """Call `look` repeatedly until it returns 0, for at most `DRAIN_S` seconds. Returns the last value."""
     until = time.monotonic() + DRAIN_S
-    while any((found := look()).values()) and time.monotonic() < until:
+    while (found := look()) and time.monotonic() < until:
         time.sleep(POLL_S)
     return found
+
+
+def _value(gauge: str, value: float) -> str:
+    return format_bytes(value) if gauge == "memory" else f"{value:,.0f}"
+
+
+def tables(result: SoakResult) -> Group:
+    """A line for each claim, what was done, and a line per gauge of each process that lived as long as the run."""
+    words = {True: "holds", False: "FAILS", None: "UNDECIDED"}
+    cut = ", interrupted" if result.interrupted else ""
+    return Group(
+        table(
+            f"soak of {format_duration(result.seconds)}{cut}: {'passed' if result.passed else 'FAILED'}",
+            ("claim", "verdict", "found"),
+            [(each.text, verdict(words[each.holds], good=bool(each.holds)), each.found) for each in result.claims],
+        ),
+        table("done", (), [(name, f"{number:,}") for name, number in {**result.faults, **result.done}.items()]),
+        table(
+            "medians after warm-up; detects: growth per hour",
+            ("process", "gauge", "earlier", "later", "allowed", "detects"),
+            [
+                (
+                    each.process,
+                    each.gauge,
+                    *(
+                        _value(each.gauge, value)
+                        for value in (each.earlier, each.later, each.allowed, each.least_per_hour)
+                    ),
+                )
+                for each in result.gauges
+            ],
+        ),
+    )

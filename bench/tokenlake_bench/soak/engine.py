@@ -1,12 +1,14 @@
 """An engine process of the soak: well-behaved and faulty engine actions, with every byte that it reads compared.
 
-Wrong bytes are recorded in a file at once, so that the record survives a kill.
+It appends what it did and found to a file, as JSON lines, so that the record survives a kill. It works until it gets a
+byte on its standard input; then it gives everything back, and ends when that input ends.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import select
 import sys
 import time
 from collections import Counter
@@ -22,11 +24,12 @@ from tokenlake.wire import Code
 from tokenlake_bench import payload
 from tokenlake_bench.live_client import LiveClient
 from tokenlake_bench.payload import PayloadIdentity
-from tokenlake_bench.soak.load import GROUPS, Prompt, draw_prompt
-from tokenlake_bench.worker import serve
+from tokenlake_bench.soak.load import GROUPS, SEGMENT_TOKENS, Tokens, draw_prompt
 from tokenlake_client import Lease, Pool, Write
 
 CONNECT_S: Final = 60.0
+SLICE_S: Final = 1.0
+"""Seconds of work between two reports; a killed process loses its counts since its last report."""
 MATCH_S: Final = 0.2
 FETCH_S: Final = 1.0
 KEPT: Final = 12
@@ -54,12 +57,11 @@ class SoakEngine:
     """The actions of one engine process that belongs to one group (tenant and layout); `rate` actions per second on
     average."""
 
-    def __init__(self, pool: Pool, seed: int, name: str, rate: float, wrong_file: Path) -> None:
+    def __init__(self, pool: Pool, seed: int, name: str, rate: float, record: Path) -> None:
         self._pool = pool
         self._seed = seed
-        self._name = name
         self._rate = rate
-        self._wrong_file = wrong_file
+        self._record = record
         self._draw = random.Random(f"{name} {seed}")
         self._identity = PayloadIdentity(seed, pool.engine.tenant, pool.layout.fingerprint())
         self._client = LiveClient(pool, seed, window=8)
@@ -76,29 +78,34 @@ class SoakEngine:
             self._commit_late: 2,
         }
 
-    def work(self, seconds: float) -> dict[str, int]:
-        """Run actions for a number of seconds. Returns the counts of actions by name since the last call."""
+    def work(self, seconds: float) -> None:
+        """Run actions for a number of seconds, and report their counts."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._end_due()
             self._try(self._draw.choices(list(self._actions), list(self._actions.values()))[0])
             self._next = max(self._next + self._draw.expovariate(self._rate), time.monotonic())
             time.sleep(max(0.0, min(self._next, until) - time.monotonic()))
-        counts, self._counts = self._counts, Counter()
-        return counts
+        self._report(False)
 
-    def drain(self) -> dict[str, int]:
-        """Release all leases and end all writes, but stay connected. Returns the counts of actions since the last
-        report."""
+    def drain(self) -> None:
+        """Release all leases and end all writes, but stay connected, and report."""
         while self._held:
             self._end(self._held.pop())
-        counts, self._counts = self._counts, Counter()
-        return counts
+        self._report(True)
+
+    def _report(self, drained: bool) -> None:
+        self._write({"drained": drained, "counts": dict(self._counts)})
+        self._counts.clear()
+
+    def _write(self, line: dict[str, object]) -> None:
+        with self._record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     # -- actions
 
-    def _serve(self, prompt: Prompt) -> None:
-        served = self._client.serve(prompt.tokens)
+    def _serve(self, tokens: Tokens) -> None:
+        served = self._client.serve(tokens)
         self._counts["requests"] += 1
         self._counts["segments compared"] += served.hits
         self._counts["segments from other nodes"] += len(served.remote)
@@ -106,51 +113,51 @@ class SoakEngine:
         self._counts["segments refused"] += sum(n for code, n in served.stored.items() if code.refused)
         self._counts["calls without an answer"] += served.failures
         if served.wrong_segments:
-            self._wrong("serve", prompt, served.wrong_segments, served.wrong_bytes)
+            self._wrong("serve", served.wrong_segments, served.wrong_bytes)
 
-    def _hold(self, prompt: Prompt) -> None:
+    def _hold(self, tokens: Tokens) -> None:
         """An action: close a lease while arrays over its segments are still in use, and compare the arrays again
         later."""
-        digests = prompt.digests(self._identity)
-        with self._match(prompt) as lease:
+        digests = self._identity.digests(tokens, SEGMENT_TOKENS)
+        with self._match(tokens) as lease:
             arrays = lease.fetch(deadline_s=FETCH_S)
-        self._compare("hold", prompt, arrays, digests)
+        self._compare("hold", arrays, digests)
         if arrays:
             self._keep(_Held(self._later(), arrays=arrays, digests=digests))
 
-    def _lease_only(self, prompt: Prompt) -> None:
-        self._keep(_Held(self._later(), lease=self._match(prompt)))
+    def _lease_only(self, tokens: Tokens) -> None:
+        self._keep(_Held(self._later(), lease=self._match(tokens)))
 
-    def _copy(self, prompt: Prompt) -> None:
-        digests = prompt.digests(self._identity)
-        out = np.empty((prompt.segments, self._pool.layout.segment_bytes), np.uint8)
-        with self._match(prompt) as lease:
+    def _copy(self, tokens: Tokens) -> None:
+        digests = self._identity.digests(tokens, SEGMENT_TOKENS)
+        out = np.empty((len(digests), self._pool.layout.segment_bytes), np.uint8)
+        with self._match(tokens) as lease:
             copied = lease.copy_into(list(out), deadline_s=FETCH_S)
-        self._compare("copy", prompt, list(out[:copied]), digests)
+        self._compare("copy", list(out[:copied]), digests)
 
-    def _cancel(self, prompt: Prompt) -> None:
-        self._pool.engine.begin_match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S).cancel()
+    def _cancel(self, tokens: Tokens) -> None:
+        self._pool.engine.begin_match(self._pool.prefix(tokens).keys, deadline_s=MATCH_S).cancel()
 
-    def _abort(self, prompt: Prompt) -> None:
-        write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
+    def _abort(self, tokens: Tokens) -> None:
+        write = self._pool.store(self._pool.prefix(tokens).keys)
         for _, slot in write.slots:
             slot[:] = JUNK
         write.abort()
         self._counts["writes aborted"] += 1
 
-    def _commit_late(self, prompt: Prompt) -> None:
+    def _commit_late(self, tokens: Tokens) -> None:
         """An action: reserve slots and commit them later, mostly in time, sometimes after the reservation's deadline.
         Until then the slots hold junk."""
-        digests = prompt.digests(self._identity)
-        write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
+        digests = self._identity.digests(tokens, SEGMENT_TOKENS)
+        write = self._pool.store(self._pool.prefix(tokens).keys)
         for _, slot in write.slots:
             slot[:] = JUNK
         self._keep(_Held(self._later(), write=write, digests=digests))
 
     # -- inside
 
-    def _match(self, prompt: Prompt) -> Lease:
-        return self._pool.match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S)
+    def _match(self, tokens: Tokens) -> Lease:
+        return self._pool.match(self._pool.prefix(tokens).keys, deadline_s=MATCH_S)
 
     def _later(self) -> float:
         return time.monotonic() + LONGEST_HOLD_S * self._draw.random() ** 3
@@ -170,7 +177,7 @@ class SoakEngine:
     def _end(self, held: _Held) -> None:
         try:
             if held.arrays is not None and held.digests is not None:
-                self._compare("held views", None, held.arrays, held.digests)
+                self._compare("held views", held.arrays, held.digests)
                 self._counts["segments compared after a hold"] += len(held.arrays)
             if held.lease is not None:
                 held.lease.release()
@@ -198,24 +205,14 @@ class SoakEngine:
         else:
             self._counts[f"refused: {type(error).__name__}"] += 1
 
-    def _compare(self, what: str, prompt: Prompt | None, arrays: list[NDArray[np.uint8]], digests: list[bytes]) -> None:
+    def _compare(self, what: str, arrays: list[NDArray[np.uint8]], digests: list[bytes]) -> None:
         self._counts["segments compared"] += len(arrays)
-        expected = np.empty(self._pool.layout.segment_bytes, np.uint8)
         for array, digest in zip(arrays, digests, strict=False):
-            if not payload.check(array, digest):
-                payload.fill(expected, digest)
-                self._wrong(what, prompt, 1, int(np.count_nonzero(array != expected)))
+            if nbytes := payload.wrong_bytes(array, digest):
+                self._wrong(what, 1, nbytes)
 
-    def _wrong(self, what: str, prompt: Prompt | None, segments: int, nbytes: int) -> None:
-        line = {
-            "engine": self._name,
-            "what": what,
-            "prompt": None if prompt is None else prompt.number,
-            "segments": segments,
-            "bytes": nbytes,
-        }
-        with self._wrong_file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    def _wrong(self, what: str, segments: int, nbytes: int) -> None:
+        self._write({"wrong": what, "segments": segments, "bytes": nbytes})
 
 
 def _connect(socket: str, token: str, group: int) -> Pool:
@@ -229,12 +226,14 @@ def _connect(socket: str, token: str, group: int) -> Pool:
             time.sleep(0.1)
 
 
-def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, wrong_file: str) -> None:
-    """The main function of the engine process: connect to the daemon, which may still be starting, then serve calls of
-    the soak."""
+def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, record: str) -> None:
+    """The main function of the engine process: connect to the daemon, which may still be starting, and work."""
     pool = _connect(socket, token, int(group))
-    engine = SoakEngine(pool, int(seed), name, float(rate), Path(wrong_file))
-    serve({"work": engine.work, "drain": engine.drain})
+    engine = SoakEngine(pool, int(seed), name, float(rate), Path(record))
+    while not select.select([sys.stdin], [], [], 0.0)[0]:
+        engine.work(SLICE_S)
+    engine.drain()
+    sys.stdin.read()
     pool.close()
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
 
 WARM_SHARE: Final = 1 / 3
 """Share of a process's life that is left out as warm-up, in which memory fills, and thread pools and the allocator
@@ -25,35 +26,67 @@ HOLDS: Final = ("leases", "writes", "leases to peers", "transfers", "segments in
 MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")
 """Metrics of those maps of a daemon that grow to a bound of their own and then stay full; the soak does not check that
 they stay flat."""
-HELD: Final = ("quarantined", "holds")
-"""Gauges of a daemon that must return to 0 after the load: slots, and entries of the maps in `HOLDS`."""
 
 
-@dataclass
-class Life:
-    """One process from its start to its end. `samples`: by gauge, pairs of (seconds since the start of the run,
-    value)."""
+class Tolerance(NamedTuple):
+    """The largest growth of a gauge that counts as noise: `absolute` plus `share` of the earlier median."""
 
-    name: str
-    number: int
-    pid: int
-    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    absolute: float
+    share: float = 0.0
 
 
-class Recorder:
-    """The samples of all processes. A process that is started again under the same name counts as a new one, with
-    another `Life`."""
+MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
+"""The allocator keeps freed memory for each thread. Without a leak the median therefore moves by about 1 MiB after a
+read of the metrics page or several restarts of other processes."""
+DAEMON: Final = {
+    "memory": MEMORY,
+    "descriptors": Tolerance(16),
+    "threads": Tolerance(8),
+    "entries": Tolerance(100, 0.1),
+}
+"""Gauges of a daemon: resident memory beside the arena, open descriptors, threads, entries of its maps. A daemon keeps
+up to four bulk connections open per peer and direction, the incoming ones with a thread each, from the time when the
+load first needs so many. The entries of its maps include the directory, which has one per segment in the memory."""
+ENGINE: Final = {"memory": MEMORY, "descriptors": Tolerance(16), "threads": Tolerance(2)}
+"""Gauges of an engine, which opens each of the eight regions at its first read and at its first write there, and again
+after each restart of its daemon."""
 
-    def __init__(self) -> None:
-        self.lives: dict[str, list[Life]] = {}
 
-    def add(self, at_s: float, name: str, pid: int, values: Mapping[str, float]) -> None:
-        """Add a sample of a process's gauges; a `pid` that differs from the last one begins a new `Life`."""
-        lives = self.lives.setdefault(name, [])
-        if not lives or lives[-1].pid != pid:
-            lives.append(Life(name, len(lives), pid))
-        for gauge, value in values.items():
-            lives[-1].samples.setdefault(gauge, []).append((at_s, value))
+class Gauge(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of one gauge of one process: medians of the earlier and the later half after warm-up, the allowed
+    difference, and the smallest growth per hour that the comparison detects."""
+
+    process: str
+    gauge: str
+    earlier: float
+    later: float
+    allowed: float
+    least_per_hour: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether the later median exceeds the earlier one by at most `allowed`."""
+        return self.later - self.earlier <= self.allowed
+
+
+def compared(process: str, gauge: str, samples: Sequence[tuple[float, float]], tolerance: Tolerance) -> Gauge | None:
+    """Compare the two halves of samples of one gauge, (seconds, value) in order of time. None with too few samples."""
+    first, last = (samples[0][0], samples[-1][0]) if samples else (0.0, 0.0)
+    warm = first + WARM_SHARE * (last - first)
+    middle = (warm + last) / 2
+    earlier = [value for at, value in samples if warm < at <= middle]
+    later = [value for at, value in samples if at > middle]
+    if min(len(earlier), len(later)) < FEWEST:
+        return None
+    allowed = tolerance.absolute + tolerance.share * median(earlier)
+    return Gauge(
+        process=process,
+        gauge=gauge,
+        earlier=median(earlier),
+        later=median(later),
+        allowed=allowed,
+        least_per_hour=3600 * allowed / (middle - warm),
+    )
 
 
 def process_gauges(pid: int) -> dict[str, float]:
@@ -70,12 +103,10 @@ def process_gauges(pid: int) -> dict[str, float]:
     }
 
 
-def held(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The values of the gauges `HELD` in a daemon's metrics."""
-    return {
-        "quarantined": total(metrics, "tokenlake_quarantined_slots"),
-        "holds": sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in HOLDS),
-    }
+def held(metrics: Mapping[str, float]) -> float:
+    """Quarantined slots and entries of the maps `HOLDS` of a daemon, which must return to 0 after the load."""
+    maps = sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in HOLDS)
+    return maps + total(metrics, "tokenlake_quarantined_slots")
 
 
 def entries(metrics: Mapping[str, float]) -> float:
@@ -87,42 +118,3 @@ def entries(metrics: Mapping[str, float]) -> float:
 def total(metrics: Mapping[str, float], name: str) -> float:
     """Value of a metric, summed over its labels."""
     return sum(value for key, value in metrics.items() if key.split("{")[0] == name)
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """The largest growth of a gauge that counts as noise: `absolute` plus `share` of the earlier median."""
-
-    absolute: float
-    share: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Flatness:
-    """The comparison of the two halves of a process's life. `earlier`, `later`: medians of the gauge; `allowed`:
-    largest difference that counts as noise; `least_rate`: smallest growth per second that the comparison detects."""
-
-    earlier: float
-    later: float
-    allowed: float
-    least_rate: float
-
-    @property
-    def flat(self) -> bool:
-        """Whether the later median exceeds the earlier one by at most `allowed`."""
-        return self.later - self.earlier <= self.allowed
-
-
-def flatness(samples: Sequence[tuple[float, float]], tolerance: Tolerance) -> Flatness | None:
-    """Compare the two halves of samples of one gauge, (seconds, value) in order of time. None with too few samples."""
-    if not samples:
-        return None
-    first, last = samples[0][0], samples[-1][0]
-    warm = first + WARM_SHARE * (last - first)
-    middle = (warm + last) / 2
-    earlier = [value for at, value in samples if warm < at <= middle]
-    later = [value for at, value in samples if at > middle]
-    if min(len(earlier), len(later)) < FEWEST:
-        return None
-    allowed = tolerance.absolute + tolerance.share * median(earlier)
-    return Flatness(median(earlier), median(later), allowed, allowed / (middle - warm))

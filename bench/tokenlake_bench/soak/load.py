@@ -4,14 +4,13 @@ together they have far more segments than the memory holds."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_bench.payload import PayloadIdentity
+from tokenlake_bench.sizing import layout_of
 
 SEGMENT_TOKENS: Final = 16
 PROMPTS: Final = 160
@@ -22,9 +21,10 @@ _POPULAR: Final = 20.0
 """Prompts are drawn with weight 1 / (rank + `_POPULAR`): some are read again soon, others only long after their
 eviction."""
 
+Tokens = NDArray[np.uint32]
 
-@dataclass(frozen=True, slots=True)
-class Group:
+
+class Group(NamedTuple):
     """Engines that share a cache, because they have one tenant and one layout."""
 
     tenant: str
@@ -36,66 +36,30 @@ class Group:
         return f"{self.tenant}-token-0123456789"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt of a soak. `tokens`: one-dimensional, a whole number of segments."""
-
-    number: int
-    tokens: NDArray[np.uint32]
-
-    @property
-    def segments(self) -> int:
-        """Number of segments of the prompt."""
-        return len(self.tokens) // SEGMENT_TOKENS
-
-    def digests(self, identity: PayloadIdentity) -> list[bytes]:
-        """Digests of the prompt's segments, from which `payload` computes the expected bytes."""
-        return identity.digests(self.tokens, SEGMENT_TOKENS)
-
-
-def _layout(name: str, layers: int, kv_heads: int) -> Layout:
-    return Layout(
-        model_id=name,
-        weights_digest="00",
-        dtype="float16",
-        layers=layers,
-        kv_heads=kv_heads,
-        key_dim=32,
-        value_dim=32,
-        position="none",
-        segment_tokens=SEGMENT_TOKENS,
-    )
-
-
-SMALL: Final = _layout("soak-small", 2, 4)
+SMALL: Final = layout_of("soak-small", SEGMENT_TOKENS, 32, layers=2, kv_heads=4)
 """Layout with segments of 16 KiB and 4 shards."""
-LARGE: Final = _layout("soak-large", 4, 8)
+LARGE: Final = layout_of("soak-large", SEGMENT_TOKENS, 32, layers=4, kv_heads=8)
 """Layout with segments of 64 KiB and 8 shards."""
 GROUPS: Final = (Group("red", SMALL), Group("blue", SMALL), Group("red", LARGE), Group("blue", LARGE))
 
 
-def prompt(seed: int, number: int) -> Prompt:
-    """The prompt with this number, which is equal in every process. Prompts whose numbers are equal modulo `HEADS`
-    share their first segments."""
-    head = np.random.default_rng((seed, 0, number % HEADS))
-    tail = np.random.default_rng((seed, 1, number))
-    segments = int(tail.integers(1, MOST_SEGMENTS - HEAD_SEGMENTS + 1))
-    tokens = [
-        draw.integers(0, 1 << 17, count * SEGMENT_TOKENS, dtype=np.uint32)
-        for draw, count in ((head, HEAD_SEGMENTS), (tail, segments))
-    ]
-    return Prompt(number, np.concatenate(tokens))
+def _tokens(segments: int, *seed: int) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 1 << 17, segments * SEGMENT_TOKENS, dtype=np.uint32)
 
 
-def draw_prompt(seed: int, draw: random.Random) -> Prompt:
+def prompt(seed: int, number: int) -> Tokens:
+    """The prompt with this number, a whole number of segments, which is equal in every process. Prompts whose numbers
+    are equal modulo `HEADS` share their first segments."""
+    segments = random.Random(f"{seed} {number}").randint(1, MOST_SEGMENTS - HEAD_SEGMENTS)
+    return np.concatenate([_tokens(HEAD_SEGMENTS, seed, 0, number % HEADS), _tokens(segments, seed, 1, number)])
+
+
+def draw_prompt(seed: int, draw: random.Random) -> Tokens:
     """Draw a prompt; popular ones are drawn more often."""
     ranks = range(PROMPTS)
     return prompt(seed, draw.choices(ranks, [1 / (rank + _POPULAR) for rank in ranks])[0])
 
 
-def fresh_prompt(seed: int, number: int, segments: int) -> Prompt:
-    """A prompt with this number that no engine requests."""
-    return Prompt(
-        number,
-        np.random.default_rng((seed, 2, number)).integers(0, 1 << 17, segments * SEGMENT_TOKENS, dtype=np.uint32),
-    )
+def fresh_prompt(seed: int, number: int, segments: int) -> Tokens:
+    """A prompt that no engine requests."""
+    return _tokens(segments, seed, 2, number)

@@ -74,17 +74,12 @@ class Size:
         they are measured only with the size whose `count` is `MATCH_KEYS`; for other sizes the list is empty."""
         if self.count != MATCH_KEYS:
             return []
-        return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
+        return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote")]
 
     def rows(self) -> list[RowKind]:
         """All kinds of calls that the benchmark measures with this segment size: those of `key_rows`, which hash and
         match keys, then those of `transfer_rows`, which move segments."""
         return [*self.key_rows(), *self.transfer_rows()]
-
-    def rows_between_nodes(self) -> list[RowKind]:
-        """The kinds of calls to one node for which it asks another one."""
-        names = (f"{MATCH}_remote", f"fetch_tcp_{self.many}", f"fetch_{self.one}")
-        return [kind for kind in self.rows() if kind.name in names]
 
 
 SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))

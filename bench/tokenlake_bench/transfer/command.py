@@ -18,7 +18,7 @@ from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
 from tokenlake_bench.transfer.peers import PEERS, PeerProcess
 from tokenlake_bench.transfer.pool_rows import PoolRows
-from tokenlake_bench.transfer.results import PLAIN, Comparison, Row, compare, comparison_table, row_of, row_table
+from tokenlake_bench.transfer.results import Comparison, Row, compare, comparison_table, row_of, row_table
 from tokenlake_bench.transfer.windows import Windows
 
 WARM_TURNS = 1
@@ -39,7 +39,6 @@ class TransferArguments:
     against: str = ""
     sizes: str = "1MiB,32MiB"
     rounds: int = 30
-    encrypt: bool = False
     peer_python: Path | None = None
     json_file: Path | None = None
 
@@ -115,12 +114,6 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
                 result.comparisons += compare(kind, taken[pool.name], mode, taken[mode])
                 if kind.name in taken[mode]:
                     theirs.append(row_of(kind, taken[mode][kind.name], taken[machine.name], mode))
-        if arguments.encrypt:
-            encrypted = stack.enter_context(closing(PoolRows(size, windows, encrypted=True)))
-            taken = run("with certificates", encrypted)
-            for kind in size.rows_between_nodes():
-                result.comparisons += compare(kind, taken[encrypted.name], PLAIN, taken[pool.name])
-                theirs.append(row_of(kind, taken[encrypted.name][kind.name], taken[machine.name], encrypted.name))
         if not ours:
             run("the pool alone")
     result.rows += [row_of(kind, ours[kind.name], ceilings) for kind in size.rows()]

@@ -11,13 +11,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.config import ServerConfig
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.daemons import PATIENT, Authority
+from tokenlake_bench import sizing
+from tokenlake_bench.daemons import PATIENT
 from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Size
-from tokenlake_bench.transfer.load import Load, layout_of
 from tokenlake_bench.transfer.windows import Windows, keys_of
 from tokenlake_client import Lease, Pool
 from tokenlake_testing.cluster import Cluster
@@ -48,21 +48,25 @@ FETCH_S = 10.0
 deadline."""
 
 
+def layout_of(size: Size) -> Layout:
+    """A layout whose segments have the given size in bytes: 256 tokens, 32 layers, 8 KV heads."""
+    dimension = size.segment_bytes // (32 * 8 * 256 * 2 * 2)
+    return sizing.layout_of(f"bench-{size.label}", 256, dimension, layers=32, kv_heads=8, dtype="bfloat16")
+
+
 class PoolRows:
     """The pool as a `System`: real daemons, with this process as their client."""
 
-    def __init__(self, size: Size, windows: Windows, *, encrypted: bool = False) -> None:
-        """Starts the daemons and stores the segments that the measured calls read. `encrypted`: the nodes have
-        certificates, and only calls that need two nodes are measured."""
-        self.name: str = "encrypted" if encrypted else "tokenlake"
-        self._two_only = encrypted
+    name = "tokenlake"
+
+    def __init__(self, size: Size, windows: Windows) -> None:
+        """Starts the daemons and stores the segments that the measured calls read."""
         self._size = size
         self._windows = windows
         self._stored = 0
         self._open = ExitStack()
         self._tokens = np.random.default_rng(1).integers(0, VOCABULARY, PROMPT_TOKENS + 256).tolist()
         self._sets = [keys_of("read", number, size.count) for number in range(WINDOWS)]
-        self._near = keys_of("near", 0, size.count)
         try:
             self._start()
         except BaseException:
@@ -75,34 +79,21 @@ class PoolRows:
         cluster = Cluster(nodes, str(STORED_WINDOWS * region), str(region), **PATIENT)
         if nodes > 1:
             cluster.nodes[0].settings |= {"memory": str(READER_WINDOWS * region), "cached-share": READER_CACHED}
-        if self._two_only:
-            authority = Authority(cluster.directory / "ca", ServerConfig().cluster)
-            for node in cluster.nodes:
-                authority.certify(node)
         return self._open.enter_context(cluster)
 
     def _start(self) -> None:
         layout = layout_of(self._size)
         pair = self._cluster(2)
         self._reader, writer = (self._open.enter_context(pair.connect(number, layout)) for number in range(2))
-        # No node runs alone where only calls that need two nodes are measured.
-        self._alone = writer if self._two_only else self._open.enter_context(self._cluster(1).connect(0, layout))
+        self._alone = self._open.enter_context(self._cluster(1).connect(0, layout))
         # Every slot that the measured stores will take is written once, so that no page is touched for the first time
         # while the clock runs.
-        for number in range(0 if self._two_only else STORED_WINDOWS - WINDOWS):
+        for number in range(STORED_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
-            if not self._two_only:
-                self._prepare(self._alone, keys, number)
+            self._prepare(self._alone, keys, number)
             # The node that stores segments owns them: the writer owns these, and the reader has to fetch them.
             self._prepare(writer, keys, number)
-        if self._size.key_rows() and not self._two_only:
-            # The reader stores these segments itself, so it owns them and its matches find them locally.
-            self._prepare(self._reader, self._near, 0)
-            # The segments stay leased during the measurement, so that the segments of the load do not displace them.
-            self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))
-            self._load = Load(pair.nodes[0].socket, self._size.label)
-            self._open.callback(self._load.close)
         # Every window (set of segments) is fetched once, so that the reader's memory is mapped before the clock runs.
         for keys in self._sets:
             with self._reader.match(keys, deadline_s=MATCH_S) as lease:
@@ -128,11 +119,7 @@ class PoolRows:
                 f"{MATCH}_remote": lambda turn: self._match(
                     self._reader, self._sets[self._remote_window(turn)], Code.REMOTE
                 ),
-                f"{MATCH}_under_load": self._match_under_load,
             }
-        if self._two_only:
-            between_nodes = {kind.name for kind in size.rows_between_nodes()}
-            return {name: method for name, method in rows.items() if name in between_nodes}
         return rows
 
     def rows(self) -> Sequence[str]:
@@ -153,10 +140,8 @@ class PoolRows:
         chains = [self._alone.prefix(self._tokens[:PROMPT_TOKENS]) for _ in range(4)]
         return [took for chain in chains for took in _repeat(lambda chain=chain: chain.extend(new), 1)]  # type: ignore[misc]
 
-    def _match(
-        self, pool: Pool, keys: Sequence[SegmentKey], where: Code = Code.LOCAL, times: int = FAST
-    ) -> list[float]:
-        return [self._match_once(pool, keys, where) for _ in range(times)]
+    def _match(self, pool: Pool, keys: Sequence[SegmentKey], where: Code = Code.LOCAL) -> list[float]:
+        return [self._match_once(pool, keys, where) for _ in range(FAST)]
 
     def _match_once(self, pool: Pool, keys: Sequence[SegmentKey], where: Code) -> float:
         took, lease = _timed(lambda: pool.match(keys, deadline_s=MATCH_S))
@@ -166,10 +151,6 @@ class PoolRows:
             raise TokenLakeError(f"{found} of {len(keys)} segments are {where.name}: {lease.codes!r}")
         time.sleep(PAUSE_S)
         return took
-
-    def _match_under_load(self, _: int) -> list[float]:
-        with self._load:
-            return self._match(self._reader, self._near, times=5 * FAST)
 
     def _lease(self, turn: int) -> list[float]:
         return [self._lease_once(turn + number) for number in range(FAST)]

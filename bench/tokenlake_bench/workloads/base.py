@@ -46,6 +46,15 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return 1.0
 
 
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """Endless times in seconds of a Poisson process, `rate` per second on average."""
+    rng = random.Random(seed)
+    at_s = 0.0
+    while True:
+        at_s += rng.expovariate(rate)
+        yield at_s
+
+
 class Turn(NamedTuple):
     """A request of a generated session, which arrives `gap_s` seconds after the previous one."""
 

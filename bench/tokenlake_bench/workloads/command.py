@@ -1,44 +1,84 @@
-"""`tokenlake workload NAME --out FILE`: one command per generator, one option per parameter."""
+"""`tokenlake workload NAME --out FILE`: the generators by name; one command for each, with one option per parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Any, Final, get_args, get_origin
 
 import click
 import msgspec
+import zstandard
 from rich.console import Console
-from rich.table import Table
 
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.report import format_duration, format_share, table
-from tokenlake_bench.trace_lines import passed_over
-from tokenlake_bench.workloads.arrivals import read_azure
-from tokenlake_bench.workloads.registry import GENERATORS, Generator, generate
-from tokenlake_bench.workloads.statistics import TraceStatistics, statistics_of
-from tokenlake_bench.workloads.writer import check_target, write_lines
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
+from tokenlake_bench.workloads.agent import AgentSettings, agent_sessions
+from tokenlake_bench.workloads.base import Draw, TraceLine, TraceSettings, poisson
+from tokenlake_bench.workloads.conversation import ConversationSettings, conversations
+from tokenlake_bench.workloads.statistics import statistics_of
+from tokenlake_bench.workloads.toolagent import ToolAgentSettings, tool_calls
 
 
-@click.group()
-def workload() -> None:
-    """Write a workload as a trace in Mooncake's format: times, lengths, ids of 512-token blocks."""
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """A workload generator. `lines` makes the lines of a trace from settings of the type `settings`, a source of draws
+    (`Draw`), and the times at which sessions begin."""
+
+    name: str
+    summary: str
+    settings: type[TraceSettings]
+    lines: Callable[[Any, Draw, Iterator[float]], list[TraceLine]]
 
 
-def run_workload(name: str, out: Path, arrivals: Path | None, values: dict[str, object]) -> None:
+GENERATORS: Final[dict[str, Generator]] = {
+    generator.name: generator
+    for generator in (
+        Generator("conversation", "Long conversations with little in common.", ConversationSettings, conversations),
+        Generator("agent", "A coding agent's long sessions.", AgentSettings, agent_sessions),
+        Generator("toolagent", "Hot prompt templates beside conversations.", ToolAgentSettings, tool_calls),
+    )
+}
+
+
+def generate(name: str, values: Mapping[str, object]) -> list[TraceLine]:
+    """The lines of a generated trace in order of time. `values`: settings that differ from the defaults; text is
+    converted to numbers. Raises a ConfigurationError that names the field."""
+    generator = GENERATORS[name]
+    try:
+        settings = msgspec.convert(dict(values), generator.settings, strict=False)
+    except msgspec.ValidationError as error:
+        # "Expected `int` >= 1 - at `$.requests`", or, of the settings themselves, "field: expected".
+        expected, _, field = str(error).removeprefix("Expected ").rstrip("`").partition(" - at `$.")
+        if not field:
+            field, _, expected = expected.partition(": ")
+        raise ConfigurationError(field, values.get(field), expected) from None
+    starts = poisson(settings.rate / settings.turns_mean, settings.seed)
+    return generator.lines(settings, Draw(settings.seed), starts)
+
+
+def check_target(path: Path) -> None:
+    """Check the path before a trace is generated. Raises ConfigurationError for a file name that `read_mooncake` would
+    not read, or for a directory that does not exist."""
+    if not path.name.endswith((".jsonl", ".jsonl.zst")):
+        raise ConfigurationError("out", str(path), "a file name ending in .jsonl or .jsonl.zst")
+    if not path.parent.is_dir():
+        raise ConfigurationError("out", str(path), "a file in a directory that exists")
+
+
+def write_lines(lines: list[TraceLine], path: Path) -> None:
+    """Write the lines of a trace to the file, or replace it."""
+    data = msgspec.json.Encoder().encode_lines(lines)
+    path.write_bytes(zstandard.compress(data) if path.suffix == ".zst" else data)
+
+
+def run_workload(name: str, out: Path, values: Mapping[str, object]) -> None:
     """Generate the workload, write the file and print its statistics. Raises TokenLakeError."""
-    console = Console()
     check_target(out)
-    shape, malformed = read_azure(arrivals) if arrivals is not None else (None, [])
-    if note := passed_over(malformed):
-        console.print(note, soft_wrap=True)
-    lines = generate(name, values, shape=shape)
+    lines = generate(name, values)
     write_lines(lines, out)
-    console.print(_table(name, out, statistics_of(lines)))
-
-
-def _table(name: str, out: Path, found: TraceStatistics) -> Table:
+    found = statistics_of(lines)
     lengths = (found.input_mean, found.input_p50, found.input_p99)
     rows = [
         ("requests", f"{found.requests:,} in {format_duration(found.duration_s)}"),
@@ -49,21 +89,24 @@ def _table(name: str, out: Path, found: TraceStatistics) -> Table:
         ("accesses to the top 0.1 / 1 %", " / ".join(map(format_share, (found.top_permille, found.top_percent)))),
         ("requests with the hottest block", format_share(found.hottest)),
     ]
-    return table(f"{name}: {out.name}", (), rows)
+    Console().print(table(f"{name}: {out.name}", (), rows))
+
+
+@click.group()
+def workload() -> None:
+    """Write a workload as a trace in Mooncake's format: times, lengths, ids of 512-token blocks."""
 
 
 def _command(generator: Generator) -> click.Command:
-    def run(out: Path, arrivals: Path | None, **values: object) -> None:
-        given = {field: value for field, value in values.items() if value is not None}
+    def run(out: Path, **values: object) -> None:
         try:
-            run_workload(generator.name, out, arrivals, given)
+            run_workload(generator.name, out, {field: value for field, value in values.items() if value is not None})
         except TokenLakeError as error:
             raise click.ClickException(str(error)) from error
 
-    shape = "Use the bursts of these arrivals (Azure's CSV, plain or .zst). [default: a Poisson process]"
+    file = click.Path(dir_okay=False, path_type=Path)
     options: list[click.Parameter] = [
-        click.Option(["--out"], type=_FILE, required=True, help="The trace, .jsonl or .jsonl.zst."),
-        click.Option(["--arrivals"], type=_FILE, help=shape),
+        click.Option(["--out"], type=file, required=True, help="The trace, .jsonl or .jsonl.zst.")
     ]
     for field in msgspec.structs.fields(generator.settings):
         name = f"--{field.name.replace('_', '-')}"

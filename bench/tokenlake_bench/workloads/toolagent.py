@@ -15,8 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tokenlake_bench.traces import BLOCK_TOKENS
-from tokenlake_bench.workloads.arrivals import poisson
-from tokenlake_bench.workloads.base import Draw, Positive, Share, TraceLine, TraceSettings, Turn, lay_out
+from tokenlake_bench.workloads.base import Draw, Positive, Share, TraceLine, TraceSettings, Turn, lay_out, poisson
 from tokenlake_bench.workloads.conversation import ConversationSettings, conversations
 
 

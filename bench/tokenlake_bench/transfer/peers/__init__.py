@@ -13,7 +13,6 @@ from tokenlake_bench.worker import Worker
 PEERS = {
     "mooncake": ("mooncake-tcp", "mooncake-shm"),
     "redis": ("redis",),
-    "lmcache": ("lmcache",),
 }
 """The modes in which each peer is measured, by the peer's name on the command line."""
 
