@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
@@ -18,11 +18,13 @@ from tokenlake.core.report.misses import MISSED
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.memory import Kind, Segment
 from tokenlake.metrics import Counters
-from tokenlake.wire import engine
+from tokenlake.wire import Code, engine
+from tokenlake.wire.funnel import Funnel
 from tokenlake.wire.slots import join_keys
 
 T = TypeVar("T")
-ALL_SHARDS = (1 << SHARDS) - 1
+ROOMY: dict[str, Any] = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
+"""Rules under which one session may use all memory of a node."""
 
 
 def calm(nodes: int = 3, **rules: Any) -> Cluster:
@@ -39,6 +41,14 @@ def placed(cluster: Cluster, directory_node: int, other: int, count: int = 1, na
     ring = cluster.core(directory_node).ring
     keys = prompt(name, 200 * len(cluster.nodes))
     return [key for key, pair in zip(keys, ring.candidates(join_keys(keys)), strict=True) if pair == wanted][:count]
+
+
+@contextlib.contextmanager
+def within(cluster: Cluster, seconds: float) -> Iterator[None]:
+    """What is done meanwhile takes less time than this."""
+    began = cluster.clock.now
+    yield
+    assert cluster.clock.now - began < seconds
 
 
 def ask(process: SimProcess, kind: type[Any], *fields: Any) -> list[Any]:
@@ -64,9 +74,12 @@ def tell(cluster: Cluster, process: SimProcess, message: Any) -> None:
     cluster.run_for(0.005)
 
 
-def match(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], deadline_s: float = 0.0) -> engine.Matched:
-    """The reply to a match. The lease stays."""
-    reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), deadline_s)
+def match(
+    cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str = "", tokens: int = 0
+) -> engine.Matched:
+    """The reply to a match. The lease stays. `name`: of the request; `tokens`: of the prompt."""
+    fields = (join_keys(keys), 0.0, True, name, None, tokens)
+    reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, *fields)
     return reply
 
 
@@ -96,6 +109,32 @@ def store(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: i
     writer.store(keys, first, Storing())
     cluster.run_for(0.5)
     cluster.check()
+
+
+def release(cluster: Cluster, reader: Engine, lease: int, stop: int, start: int = 0, *, read: bool = False) -> None:
+    """Give items of a lease back, and let the message arrive. `read`: they were read."""
+    tell(cluster, reader.processes[0], engine.Release(((lease, start, stop),), read))
+
+
+def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str = "", tokens: int = 0) -> list[Code]:
+    """Match, fetch what was found, and give it back as read. The codes of the fetch, or those of a match without
+    hits."""
+    found = match(cluster, reader, keys, name, tokens)
+    codes = fetch(cluster, reader, found.lease, found.hits).codes if found.hits else found.codes
+    release(cluster, reader, found.lease, found.hits, read=True)
+    return [Code(code) for code in codes]
+
+
+def stored(
+    count: int = 1, *, pair: tuple[int, int] = (0, 1), nodes: int = 3, at: int = 0, reader: int = 2, **rules: Any
+) -> tuple[Cluster, Engine, list[SegmentKey]]:
+    """A cluster whose first engine, at node `at`, stored `count` segments with these candidates; an engine at node
+    `reader`; and the keys."""
+    cluster = calm(nodes, **rules)
+    writer, other = cluster.join(at), cluster.join(reader)
+    keys = placed(cluster, *pair, count)
+    store(cluster, writer, keys)
+    return cluster, other, keys
 
 
 def offer(cluster: Cluster, giver: int, receiver: int, keys: Sequence[SegmentKey], tenant: str = "red") -> None:
@@ -141,6 +180,16 @@ def missed(counters: Counters, tenant: str = "red") -> dict[str, int]:
         if owner == tenant and tokens:
             sums[reason] += tokens
     return dict(sums)
+
+
+def explained(cluster: Cluster, asker: Engine, name: str) -> Funnel:
+    """The funnel of a known request, whose tokens add up."""
+    funnel = answer(cluster, asker.processes[0], engine.Explain, name).funnel
+    assert isinstance(funnel, Funnel)
+    spent = funnel.engine_had + funnel.supplied + funnel.held + sum(missed.tokens for missed in funnel.missed)
+    assert funnel.ideal == spent
+    cluster.check()
+    return funnel
 
 
 def most_at_once(cluster: Cluster, node: int, kind: type[Any]) -> int:

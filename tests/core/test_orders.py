@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import calm, fetch, match, placed, prepare, said, store
+from tests.core.scenes import calm, fetch, match, placed, prepare, said, store, stored
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.memory.removals import OPERATOR_RULE
 from tokenlake.wire import Code, peer
-from tokenlake.wire.slots import join_keys
+from tokenlake.wire.slots import join_keys, split_keys
 
 
 def evict(cluster: Cluster, keys: bytes, slot_bytes: int = 0, tenant: str = "red") -> tuple[int, int]:
@@ -22,21 +22,15 @@ def evict(cluster: Cluster, keys: bytes, slot_bytes: int = 0, tenant: str = "red
 
 
 def test_named_segments_leave_and_their_directory_node_is_told() -> None:
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 3)
-    store(cluster, cluster.join(0), keys)
-    assert evict(cluster, join_keys(keys[1:])) == (2, 0)
+    cluster, _, keys = stored(3, pair=(1, 2))
+    assert evict(cluster, join_keys([*keys[1:], keys[1]])) == (2, 0), "a segment that is named twice leaves once"
     told = [each for each in said(cluster, 0, peer.Evicted) if each.rule == OPERATOR_RULE]
-    assert {key for each in told for key in (each.keys[at : at + 32] for at in range(0, len(each.keys), 32))} == set(
-        keys[1:]
-    )
+    assert {key for each in told for key in split_keys(each.keys)} == set(keys[1:])
     assert match(cluster, cluster.join(2), keys).hits == 1
 
 
 def test_a_whole_tenant_or_one_size_leaves() -> None:
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 4)
-    store(cluster, cluster.join(0), keys)
+    cluster, _, _ = stored(4, pair=(1, 2))
     (size,) = {segment.slot_bytes for segment in cluster.core(0).store.segments()}
     assert evict(cluster, b"", size + 1) == (0, 0)
     assert evict(cluster, b"", tenant="blue") == (0, 0)
@@ -56,14 +50,6 @@ def test_segments_in_use_are_not_evicted() -> None:
     (pool,) = cluster.core(0).store.pools()
     assert pool.quarantined >= 1
     assert fetch(cluster, reader, reply.lease, 1).codes[0] in (Code.LOCAL, Code.LOST)
-
-
-def test_a_segment_that_is_named_twice_leaves_once() -> None:
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 2)
-    store(cluster, cluster.join(0), keys)
-    assert evict(cluster, join_keys([keys[0], keys[0], keys[1]])) == (2, 0)
-    assert match(cluster, cluster.join(2), keys).hits == 0
 
 
 def test_a_segment_in_memory_and_on_disk_counts_once() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
@@ -89,12 +88,6 @@ def test_an_unknown_command_names_the_known(
     assert "unknown command 'sevre'; did you mean 'serve'? known: " in capsys.readouterr().err
 
 
-def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    offer(monkeypatch, "serve", f"{__name__}:accept")
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"tokenlake {metadata.version('tokenlake')}\n"
-
-
 def test_the_rest_of_the_line_goes_to_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,15 +99,6 @@ def test_the_rest_of_the_line_goes_to_the_command(
 def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, "serve", f"{__name__}:leave")
     assert run(monkeypatch, "serve") == 7
-
-
-def test_a_module_of_no_extra_is_put_down_to_the_commands_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    offer(monkeypatch, "serve", "not_installed_anywhere:serve")
-    assert run(monkeypatch, "serve") == 2
-    error = capsys.readouterr().err
-    assert "`tokenlake serve` needs the module 'not_installed_anywhere'" in error
 
 
 @pytest.mark.parametrize("name", command.BENCH_COMMANDS)

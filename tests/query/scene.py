@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, SEGMENT_TOKENS, daemons, outcomes, wait_told, wait_until
+from tests.robustness.live import LAYOUT as LAYOUT
+from tests.robustness.live import LIMIT_S, PATIENT, SEGMENT_TOKENS, daemons, outcomes, wait_told, wait_until
 from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, as_float32, attend, from_float32
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
@@ -20,23 +21,6 @@ from tokenlake.wire import Code
 from tokenlake_client import Lease, Pool
 from tokenlake_client.queries import View
 from tokenlake_testing.cluster import Cluster, Node
-
-__all__ = [
-    "DEADLINE_S",
-    "HEADS",
-    "LAYOUT",
-    "SCALE",
-    "Text",
-    "close_to",
-    "draw_queries",
-    "engine_of",
-    "layout_of",
-    "open_view",
-    "query_engine_file",
-    "serving",
-    "spread",
-    "wait_serving",
-]
 
 HEADS = 4
 SCALE = 0.2

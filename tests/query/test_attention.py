@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from tests.query.scene import (
@@ -50,16 +48,6 @@ def check(pool: Pool, parts: list[tuple[View, Text, int]], tolerance: float = 1e
                 close_to(Partial(answer.output[rows], answer.sums[rows]), expected, tolerance)
             moved += answer.sent_bytes + answer.received_bytes
     return moved
-
-
-def test_segments_of_this_node(cluster: Cluster) -> None:
-    with cluster.connect(0, LAYOUT) as pool:
-        text = Text(1, 8)
-        text.store(pool)
-        with open_view(pool, text) as view:
-            assert set(view.codes) == {Code.LOCAL}
-            for tokens in (1, 5, 64):
-                assert check(pool, [(view, text, tokens)]) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -117,24 +105,3 @@ def test_a_batch_with_a_shared_prefix(cluster: Cluster) -> None:
         check(pool, parts)
         # One step has the same view twice, as two requests with the same prompt do.
         check(pool, [parts[1], parts[1], parts[3]])
-
-
-def test_several_engines_at_once(cluster: Cluster) -> None:
-    head = Text(7, 6)
-    texts = [Text(8, 3, shared=head), Text(9, 4, shared=head), Text(10, 5)]
-    spread(cluster, texts)
-    failed: list[BaseException] = []
-
-    def engine(number: int) -> None:
-        try:
-            with cluster.connect(number % 2, LAYOUT) as pool, open_view(pool, texts[number]) as view:
-                check(pool, [(view, texts[number], 1 + number)], rounds=20)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=engine, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.query.scene import (
-    DEADLINE_S,
     LAYOUT,
     Text,
     close_to,
@@ -116,24 +115,6 @@ def test_segments_are_fetched_from_a_dead_query_engine(cluster: Cluster, end: Ca
                 os.kill(victim, signal.SIGCONT)
 
 
-def test_a_late_result_changes_nothing(cluster: Cluster) -> None:
-    """A query engine that wakes up sends results that are not waited for any more; later views use it again."""
-    texts = [Text(21, 16), Text(22, 16)]
-    spread(cluster, texts)
-    with cluster.connect(0, LAYOUT) as pool, step(pool, texts[0]) as first, step(pool, texts[1], 5) as second:
-        assert first.ask()
-        assert second.ask()
-        victim = engine_of(cluster.nodes[2])
-        freeze(victim)
-        wait_until(first.retry, "its segments are fetched")
-        os.kill(victim, signal.SIGCONT)
-        for _ in range(50):
-            assert first.ask()
-            assert second.ask()
-        with step(pool, texts[1]) as third:
-            assert third.ask()
-
-
 @pytest.mark.parametrize("end", ["kill", "freeze"])
 def test_a_lost_daemon_makes_no_answer_wrong(cluster: Cluster, end: str) -> None:
     text, other = Text(23, 16), Text(24, 3)
@@ -153,49 +134,3 @@ def test_a_lost_daemon_makes_no_answer_wrong(cluster: Cluster, end: str) -> None
         assert outcomes == sorted(outcomes, reverse=True), "a lost view is not found again"
         with step(pool, other) as elsewhere:
             assert elsewhere.ask()
-
-
-def test_the_local_query_engine_is_replaced(cluster: Cluster) -> None:
-    text = Text(25, 16)
-    spread(cluster, [text])
-    with cluster.connect(0, LAYOUT) as pool:
-        with step(pool, text) as asking:
-            assert asking.ask()
-            dead = engine_of(cluster.nodes[0])
-            kill(dead)
-            assert not asking.ask()
-        wait_serving(cluster, 0, other_than=dead)
-        with step(pool, text) as asking:
-            assert asking.ask()
-
-
-def test_a_frozen_local_query_engine_costs_one_deadline(cluster: Cluster) -> None:
-    text = Text(26, 16)
-    spread(cluster, [text])
-    with cluster.connect(0, LAYOUT) as pool, step(pool, text) as asking:
-        assert asking.ask()
-        frozen = engine_of(cluster.nodes[0])
-        freeze(frozen)
-        try:
-            assert not asking.ask()
-        finally:
-            os.kill(frozen, signal.SIGCONT)
-        with step(pool, text) as again:
-            wait_until(again.retry, "it answers again")
-            assert again.ask()
-
-
-def test_an_impossible_deadline_is_answered(cluster: Cluster) -> None:
-    text = Text(27, 16)
-    spread(cluster, [text])
-    with cluster.connect(0, LAYOUT) as pool, open_view(pool, text) as view:
-        with pool.queries.init_query([(view, 512)]) as buffer:
-            buffer.queries[...] = draw_queries(0, 512)
-            ticket = pool.queries.query(buffer, 0, deadline_s=1e-5)
-            answer = ticket.wait()
-            assert answer.lost == [0]
-        with pool.queries.init_query([(view, 2)]) as buffer:
-            buffer.queries[...] = draw_queries(1, 2)
-            answer = pool.queries.query(buffer, 0, deadline_s=DEADLINE_S).wait()
-            assert not answer.lost
-            close_to(Partial(answer.output, answer.sums), text.attention(buffer.queries, 0), 1e-5)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.query.raw import memfd, raw_engine
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries, engine_of, open_view, serving
-from tests.robustness.live import LIMIT_S, PATIENT, descriptors_of, memory_of, wait_until
+from tests.robustness.live import LIMIT_S, PATIENT, descriptors_of, wait_until
 from tests.server import raw as server
 from tests.server.scene import BLUE, RED, tenants
 from tokenlake.attention import Partial
@@ -24,7 +24,6 @@ from tokenlake.errors import LimitReached
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
-from tokenlake.wire.query import MAX_FRAME
 from tokenlake.wire.slots import join_keys
 from tokenlake_client import Pool
 from tokenlake_query.connection import READ_BYTES
@@ -209,20 +208,4 @@ def test_buffers_of_a_tenant_are_bounded_and_take_no_descriptors(cluster: Cluste
         raw.send(wire.Query(1, 1, 0, 1, 1.0))
         assert "no step" in raw.refused().reason, "all buffers before it were opened"
         assert descriptors_of(engine_of(node)) <= before
-        ask(blue, text)
-
-
-def test_incomplete_frames_of_a_tenant_are_bounded(cluster: Cluster) -> None:
-    """24 connections with 3.9 MiB of a frame each: those beyond the tenant's share end."""
-    node = cluster.nodes[0]
-    text = Text(1, 4)
-    begun = MAX_FRAME.to_bytes(4, "little") + bytes(MAX_FRAME - (1 << 17))
-    with pool_of(node, RED) as red, pool_of(node, BLUE) as blue, contextlib.ExitStack() as opened:
-        text.store(blue)
-        ask(blue, text)
-        before = memory_of(engine_of(node))
-        for _ in range(24):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                opened.enter_context(raw_engine(red)).sock.sendall(begun)
-        assert memory_of(engine_of(node)) - before < TOTALS["frame_bytes"]
         ask(blue, text)

@@ -8,11 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from queue import Queue
 from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries
 from tests.robustness.live import wait_until
@@ -49,16 +51,18 @@ def threads() -> Threads:
     return Threads("red", ComputeThread(), timer, TenantThreads(1, "fetch", Pace()))
 
 
-def view_of(segments: Segments) -> View:
-    return View(NO_POOL, Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE)), segments, ())
-
-
 class Scene:
-    """A round over one view of local segments, and its answers."""
+    """A round over one view, by default of local segments, and its answers."""
 
-    def __init__(self, threads: Threads, deadline_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        deadline_s: float = 10.0,
+        segments: Sequence[NDArray[np.uint8]] = (np.zeros(8, np.uint8),),
+        shares: Sequence[Share] = (),
+    ) -> None:
         shape = (TOKENS, HEADS, LAYOUT.value_dim)
-        view = view_of(Segments([np.zeros(8, np.uint8)]))
+        view = View(NO_POOL, Attention.of(LAYOUT, HEADS, SCALE), Segments(segments), shares)
         self.view = weakref.ref(view)
         self.outputs = np.full(shape, 7, np.float32)
         self.sums = np.full(shape[:2], 7, np.float32)
@@ -120,16 +124,22 @@ def test_missing_results_are_lost_at_the_deadline(threads: Threads) -> None:
 
 
 def test_an_empty_view_is_answered_at_once(threads: Threads) -> None:
-    shape = (TOKENS, HEADS, LAYOUT.value_dim)
-    outputs, sums = np.full(shape, 7, np.float32), np.full(shape[:2], 7, np.float32)
-    view = view_of(Segments(()))
-    answers: list[wire.Answered] = []
-    step = Step(1, "float32", (Part(view, slice(0, TOKENS)),), draw_queries(0, TOKENS), outputs, sums)
-    Round(step, wire.Query(1, 1, 0, 1, 10.0), threads, answers.append).begin()
-    assert [answer.codes for answer in answers] == [bytes([Code.LOCAL])]
-    empty = empty_partial(*shape)
-    assert np.array_equal(outputs, empty.out)
-    assert np.array_equal(sums, empty.lse)
+    scene = Scene(threads, segments=())
+    assert [answer.codes for answer in scene.answers] == [bytes([Code.LOCAL])]
+    empty = empty_partial(TOKENS, HEADS, LAYOUT.value_dim)
+    assert np.array_equal(scene.outputs, empty.out)
+    assert np.array_equal(scene.sums, empty.lse)
+
+
+def computed(
+    worker: ComputeThread, attention: Attention, segments: Segments, queries: Stored, layer: int = 0
+) -> Partial:
+    """The result of one task."""
+    taken: Queue[Partial | None] = Queue()
+    worker.submit([Task(attention, layer, segments, queries, lambda: True, taken.put)], "red")
+    partial = taken.get(timeout=30)
+    assert partial is not None
+    return partial
 
 
 def test_tasks_that_share_segments_give_equal_results() -> None:
@@ -137,7 +147,7 @@ def test_tasks_that_share_segments_give_equal_results() -> None:
     head, one, other = (Text(seed, 4) for seed in (1, 2, 3))
     slots = [[text.content(index) for index in range(4)] for text in (head, one, other)]
     runs = [Segments(slots[0]), Segments(slots[0] + slots[1]), Segments(slots[0][:2] + slots[2]), Segments(slots[1])]
-    attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+    attention = Attention.of(LAYOUT, HEADS, SCALE)
     worker = ComputeThread()
     results: dict[int, Partial | None] = {}
     finished = threading.Event()
@@ -162,26 +172,17 @@ def test_tasks_that_share_segments_give_equal_results() -> None:
     alone = ComputeThread()
     alone.start()
     for number, together in results.items():
-        taken: list[Partial | None] = []
-        came = threading.Event()
-
-        def done(partial: Partial | None, taken: list[Partial | None] = taken, came: threading.Event = came) -> None:
-            taken.append(partial)
-            came.set()
-
         segments, layer = cases[number]
-        alone.submit([Task(attention, layer, segments, draw_queries(number, 1 + number), lambda: True, done)], "red")
-        assert came.wait(30)
+        single = computed(alone, attention, segments, draw_queries(number, 1 + number), layer)
         assert together is not None
-        assert taken[0] is not None
-        assert np.abs(together.out - taken[0].out).max() < 1e-5
-        assert np.abs(together.lse - taken[0].lse).max() < 1e-5
+        assert np.abs(together.out - single.out).max() < 1e-5
+        assert np.abs(together.lse - single.lse).max() < 1e-5
 
 
 def test_tasks_share_the_time_of_their_batch() -> None:
     """By queries times segments: 1 x 4, 3 x 4 and 2 x 2 of 20."""
     slots = [Text(1, 4).content(index) for index in range(4)]
-    attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+    attention = Attention.of(LAYOUT, HEADS, SCALE)
     worker, spent, finished = ComputeThread(), dict[int, int](), threading.Event()
 
     def task(tokens: int, count: int, wanted: bool = True) -> Task:
@@ -231,17 +232,7 @@ def test_the_number_of_kept_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     worker.start()
     segments = Segments([Text(1, 1).content(0)])
     for number in range(2 * MAX_KERNELS):
-        came = threading.Event()
-        taken: list[Partial | None] = []
-
-        def done(partial: Partial | None, taken: list[Partial | None] = taken, came: threading.Event = came) -> None:
-            taken.append(partial)
-            came.set()
-
-        attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE + number))
-        worker.submit([Task(attention, 0, segments, draw_queries(number, TOKENS), lambda: True, done)], "red")
-        assert came.wait(30)
-        assert taken[0] is not None
+        computed(worker, Attention.of(LAYOUT, HEADS, SCALE + number), segments, draw_queries(number, TOKENS))
     gc.collect()
     assert len(made) == 2 * MAX_KERNELS
     assert sum(kernel() is not None for kernel in made) <= MAX_KERNELS
@@ -259,17 +250,11 @@ class Quick:
 
 
 def test_an_immediate_answer_counts_the_sent_bytes(threads: Threads) -> None:
-    shape = (TOKENS, HEADS, LAYOUT.value_dim)
-    outputs, sums = np.full(shape, 7, np.float32), np.full(shape[:2], 7, np.float32)
-    shares = [Share(cast(PeerClient, Quick()), 1, (SegmentKey(bytes(32)),))]
-    view = View(NO_POOL, Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE)), Segments(()), shares)
-    answers: list[wire.Answered] = []
-    step = Step(1, "float32", (Part(view, slice(0, TOKENS)),), draw_queries(0, TOKENS), outputs, sums)
-    Round(step, wire.Query(1, 1, 0, 1, 10.0), threads, answers.append).begin()
-    assert [(answer.codes, answer.sent_bytes, answer.received_bytes) for answer in answers] == [
-        (bytes([Code.LOCAL]), 100, 50)
-    ]
-    assert np.array_equal(outputs, drawn(1).out)
+    share = Share(cast(PeerClient, Quick()), 1, (SegmentKey(bytes(32)),))
+    scene = Scene(threads, segments=(), shares=[share])
+    [answer] = scene.answers
+    assert (answer.codes, answer.sent_bytes, answer.received_bytes) == (bytes([Code.LOCAL]), 100, 50)
+    assert np.array_equal(scene.outputs, drawn(1).out)
 
 
 class Failing:
@@ -366,7 +351,7 @@ def test_the_rest_of_an_unwanted_task_is_not_computed(monkeypatch: pytest.Monkey
     _make_slow(monkeypatch)
     worker = Worker(monkeypatch)
     answers = iter([True, True, False])
-    attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+    attention = Attention.of(LAYOUT, HEADS, SCALE)
     queries = draw_queries(0, 4096)
     task = Task(attention, 0, worker.segments, queries, lambda: next(answers, False), lambda it: worker._put("it", it))
     worker.thread.submit([task], "red")

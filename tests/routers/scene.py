@@ -56,13 +56,12 @@ class _Server(socketserver.ThreadingTCPServer):
 
 class Engine:
     """Answers chats and completions with its name, and `/tokenize`. `mode`: `well`; `no tokens` fails `/tokenize`;
-    `silent` does not answer it; `slow` answers it after `pause_s`; `down` fails all requests; `mute` sends no
+    `silent` does not answer it; `down` fails all requests; `mute` sends no
     byte of an answer while `gate` is closed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.mode = "well"
-        self.pause_s = 0.0
         self.served: list[list[int]] = []
         """The tokens of each request that was served."""
         self.gate = threading.Event()
@@ -91,8 +90,6 @@ class Engine:
         if handler.path == "/tokenize":
             if self.mode == "silent":
                 time.sleep(3)
-            if self.mode == "slow":
-                time.sleep(self.pause_s)
             status = 500 if self.mode == "no tokens" else 200
             self._send(handler, status, {"count": len(ids), "tokens": ids, "max_model_len": 1 << 20})
             return

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, store, wait_told, wait_until
-from tests.routers.between import Between
 from tests.routers.scene import DEADLINE_MS, ROUTERS, Engine, Proxy, under_way
 from tests.server.control.scene import certificates, served
 from tokenlake_client import Pool
@@ -95,24 +94,6 @@ def test_a_choice_that_fails_is_counted_and_logged_once(engines: list[Engine], p
             assert answer.status == 200
     assert proxy.choices()["failed"] == before + 3
     assert proxy.log.read_text().count("a choice failed") == 1
-
-
-def test_a_slow_pool_is_counted_and_leaves_no_request_under_way(
-    two: Cluster, engines: list[Engine], between: Between, proxy: Proxy, settled: None
-) -> None:
-    """The tokens take a part of the deadline: the daemon answers in time for its call, and too late for the request."""
-    before, answered = proxy.choices(), between.answered
-    between.pause_s = 0.6 * DEADLINE_MS / 1e3
-    for engine in engines:
-        engine.mode, engine.pause_s = "slow", between.pause_s
-    try:
-        assert proxy.chat("1 2 3") in ("A", "B")
-    finally:
-        between.pause_s = 0.0
-    wait_until(lambda: between.answered > answered, "the daemon has counted the request")
-    wait_until(lambda: under_way(two) == 0, "the daemon is told")
-    grown = {name: value - before.get(name, 0) for name, value in proxy.choices().items()}
-    assert {name: value for name, value in grown.items() if value} == {"late": 1}
 
 
 def test_an_engine_in_cooldown_is_left_out(

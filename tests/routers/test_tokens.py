@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,6 @@ pytestmark = pytest.mark.rest
 A, B, C = (Instance(f"http://{name}/v1", "m", None) for name in ("a", "b", "c"))
 PROMPT = Prompt({"prompt": "t1 t2", "add_special_tokens": True})
 FAR_S = 1e6
-
-
-def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        async def call() -> None:
-            await test(**fixtures)
-
-        asyncio.run(call())
-
-    return run
 
 
 BAD = Prompt({"prompt": "bad"})
@@ -70,7 +58,6 @@ class Instances(RemoteTokenizer):
             await asyncio.sleep(0)
 
 
-@on_a_loop
 async def test_an_instance_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for one word, and does not answer that either."""
     monkeypatch.setattr(tokens, "PROBE_S", 0.0)
@@ -94,26 +81,20 @@ async def test_an_instance_that_does_not_answer_is_left_out(monkeypatch: pytest.
         (TimeoutError(), TimeoutError, 1),
     ],
 )
-def test_a_prompt_at_fault_pauses_no_instance(fault: Exception, raised: type[Exception], asked: int) -> None:
+async def test_a_prompt_at_fault_pauses_no_instance(fault: Exception, raised: type[Exception], asked: int) -> None:
     """All instances refuse it, fail with it or answer it too late: they answer the next one."""
-
-    @on_a_loop
-    async def scene() -> None:
-        tokenizer = Instances(fault=fault)
-        for _ in range(5):
-            before = len(tokenizer.asked)
-            with pytest.raises(raised):
-                await tokenizer.tokens(BAD, [A, B, C], FAR_S)
-            assert sum(prompt is BAD for _, prompt in tokenizer.asked[before:]) == asked
-            assert await tokenizer.tokens(PROMPT, [A, B, C], FAR_S) == b"tokens"
-        await tokenizer.settled()
-        assert await tokenizer.tokens(PROMPT, [A], FAR_S) == b"tokens"
-        await tokenizer.close()
-
-    scene()
+    tokenizer = Instances(fault=fault)
+    for _ in range(5):
+        before = len(tokenizer.asked)
+        with pytest.raises(raised):
+            await tokenizer.tokens(BAD, [A, B, C], FAR_S)
+        assert sum(prompt is BAD for _, prompt in tokenizer.asked[before:]) == asked
+        assert await tokenizer.tokens(PROMPT, [A, B, C], FAR_S) == b"tokens"
+    await tokenizer.settled()
+    assert await tokenizer.tokens(PROMPT, [A], FAR_S) == b"tokens"
+    await tokenizer.close()
 
 
-@on_a_loop
 async def test_an_instance_in_doubt_is_asked_last() -> None:
     tokenizer = Instances(A)
     with pytest.raises(TimeoutError):
@@ -124,14 +105,12 @@ async def test_an_instance_in_doubt_is_asked_last() -> None:
     await tokenizer.close()
 
 
-@on_a_loop
 async def test_a_prompt_that_is_no_json_asks_no_instance() -> None:
     tokenizer = RemoteTokenizer()
     with pytest.raises(PromptRefused, match="JSON"):
         await tokenizer.tokens(Prompt({"messages": object()}), [A], FAR_S)
 
 
-@on_a_loop
 async def test_a_client_that_goes_away_leaves_its_instance_in_use() -> None:
     tokenizer = Instances(A)
     until = asyncio.get_running_loop().time() + FAR_S
@@ -145,7 +124,6 @@ async def test_a_client_that_goes_away_leaves_its_instance_in_use() -> None:
     assert await tokenizer.tokens(PROMPT, [A], until) == b"tokens"
 
 
-@on_a_loop
 async def test_prompts_at_a_time_share_one_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tokenlake_testing.tiny_model import save_tokenizer

@@ -126,15 +126,6 @@ def test_order_of_merging_does_not_matter(parted: tuple[Case, list[list[int]]], 
         np.testing.assert_allclose(left[0].out, together.out, rtol=0, atol=worst)
 
 
-@given(cases())
-def test_an_empty_part_changes_nothing(case: Case) -> None:
-    whole, nothing = case.part(slice(None)), case.part([])
-    for parts in ([whole, nothing], [nothing, whole], [nothing, whole, nothing]):
-        merged = merge(parts)
-        np.testing.assert_array_equal(merged.out, whole.out)
-        np.testing.assert_array_equal(merged.lse, whole.lse)
-
-
 def test_empty_parts_merge_to_an_empty_part() -> None:
     nothing = empty_partial(4, 2, 3)
     merged = merge([nothing, nothing])

@@ -18,7 +18,7 @@ A, B = NodeId("a"), NodeId("b")
 FIRST, SECOND = Incarnation(1), Incarnation(2)
 TENANT = TenantId("t")
 KEY = SegmentKey(bytes(32))
-LIMIT = 4
+LIMIT = 2
 
 
 class Step(NamedTuple):
@@ -136,34 +136,6 @@ def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
         assert directory.get(tenant, key, -1.0) == expected
 
 
-@pytest.mark.parametrize(("now", "there"), [(4.999, True), (5.0, False), (6.0, False)])
-def test_a_marker_counts_until_its_deadline(now: float, there: bool) -> None:
-    directory = Directory(LIMIT)
-    directory.mark(TENANT, [KEY], A, FIRST, 5.0, 0.0)
-    assert (directory.get(TENANT, KEY, now) is not None) == there
-    assert len(directory) == there
-
-
-def test_a_second_writer_waits_for_the_deadline() -> None:
-    directory = Directory(LIMIT)
-    directory.mark(TENANT, [KEY], A, FIRST, 5.0, 0.0)
-    directory.mark(TENANT, [KEY], B, FIRST, 9.0, 4.0)
-    assert directory.get(TENANT, KEY, 4.0) == Entry(A, FIRST, 5.0)
-    directory.mark(TENANT, [KEY], B, FIRST, 9.0, 5.0)
-    assert directory.get(TENANT, KEY, 5.0) == Entry(B, FIRST, 9.0)
-
-
-def test_the_first_commit_replaces_a_marker() -> None:
-    """The first commit replaces a marker and later commits change nothing."""
-    directory = Directory(LIMIT)
-    directory.mark(TENANT, [KEY], A, FIRST, 5.0, 0.0)
-    assert directory.own(TENANT, [KEY], B, FIRST) == {}
-    assert directory.own(TENANT, [KEY], A, FIRST) == {KEY: B}
-    directory.mark(TENANT, [KEY], A, FIRST, 5.0, 0.0)
-    directory.clear(TENANT, [KEY], B)
-    assert directory.get(TENANT, KEY, 1.0) == Entry(B, FIRST)
-
-
 def test_a_hand_over_replaces_the_previous_owner_only() -> None:
     directory = Directory(LIMIT)
     directory.own(TENANT, [KEY], A, FIRST)
@@ -171,16 +143,6 @@ def test_a_hand_over_replaces_the_previous_owner_only() -> None:
     assert directory.get(TENANT, KEY, 0.0) == Entry(B, FIRST)
     # A statement of `previous` about another node changes nothing.
     assert directory.own(TENANT, [KEY], NodeId("c"), FIRST, previous=A) == {KEY: B}
-
-
-def test_beyond_the_bound_the_oldest_goes() -> None:
-    directory = Directory(LIMIT)
-    keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
-    for key in keys[:LIMIT]:
-        directory.own(TENANT, [key], A, FIRST)
-    directory.own(TENANT, [keys[0]], A, FIRST)
-    directory.own(TENANT, [keys[LIMIT]], A, FIRST)
-    assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
 def test_the_markers_of_a_tenant_push_out_no_entry_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,52 +187,3 @@ def test_the_history_grows_with_the_entries(monkeypatch: pytest.MonkeyPatch) -> 
         directory.remember(TENANT, [key], NO_ACCESS, 0.0)
     assert remembered() == [22, 23]
     directory.check_integrity()
-
-
-def test_forget_drops_entries_of_an_earlier_incarnation() -> None:
-    directory = Directory(LIMIT)
-    early, late, other = (SegmentKey(bytes([number]) * 32) for number in range(3))
-    directory.own(TENANT, [early], A, FIRST)
-    directory.own(TENANT, [late], A, SECOND)
-    directory.own(TENANT, [other], B, FIRST)
-    directory.forget(A, SECOND)
-    assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
-    assert len(directory) == 3
-    assert directory.sweep(2)
-    assert not directory.sweep(2)
-    assert len(directory) == 2
-    assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
-
-
-def test_a_sweep_keeps_the_order() -> None:
-    directory = Directory(LIMIT)
-    keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
-    directory.own(TENANT, [keys[0]], A, FIRST)
-    for key in keys[1:LIMIT]:
-        directory.own(TENANT, [key], B, FIRST)
-    directory.forget(A, SECOND)
-    while directory.sweep(1):
-        pass
-    for key in (keys[0], keys[LIMIT]):
-        directory.own(TENANT, [key], A, SECOND)
-    assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
-
-
-def test_entries_made_during_a_sweep_survive_it() -> None:
-    directory = Directory(LIMIT)
-    early, late, again = (SegmentKey(bytes([number]) * 32) for number in range(3))
-    for key in (early, again):
-        directory.own(TENANT, [key], A, FIRST)
-    directory.forget(A, SECOND)
-    assert directory.sweep(1)
-    directory.own(TENANT, [again], A, SECOND)
-    directory.own(TENANT, [late], B, FIRST)
-    while directory.sweep(1):
-        pass
-    assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, again)] == [False, True, True]
-
-
-def test_tenants_are_separate() -> None:
-    directory = Directory(LIMIT)
-    directory.own(TENANT, [KEY], A, FIRST)
-    assert directory.get(TenantId("u"), KEY, 0.0) is None

@@ -18,7 +18,6 @@ from tokenlake.hints import AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
 from tokenlake.memory import Kind, State
 from tokenlake.memory.eviction.odds import Odds
-from tokenlake.memory.removals import DISK_RULE
 
 
 def test_a_place_is_aligned_and_places_are_packed() -> None:
@@ -38,43 +37,6 @@ def test_a_note_comes_back_as_it_was_packed() -> None:
     assert notes.unpack(notes.pack(Note(0, 1, Hints()))) == Note(0, 1, Hints())
 
 
-def test_when_a_segment_is_found() -> None:
-    """A segment is found from the end of its write until it is void."""
-    tier, segment = tier_of(4), segment_of(1)
-    entry = tier.admit(segment, 1, 1.0, 0.0)
-    assert not isinstance(entry, Refusal)
-    assert tier.find(TENANT, segment.key) == NO_ENTRY
-    assert tier.written(entry, segment, True)
-    assert tier.find(TENANT, segment.key) == entry
-    assert tier.find(TenantId("blue"), segment.key) == NO_ENTRY
-    tier.forget(entry, DISK_RULE)
-    assert tier.find(TENANT, segment.key) == NO_ENTRY
-    assert segment.disk == NO_ENTRY
-    assert [(each.key, each.place) for each in tier.take_void()] == [(segment.key, Place(0, 1))]
-    tier.check_integrity()
-
-
-def test_a_write_that_failed_leaves_its_place_free() -> None:
-    tier, segment = tier_of(1), segment_of(1)
-    entry = tier.admit(segment, 1, 1.0, 0.0)
-    assert not isinstance(entry, Refusal)
-    assert not tier.written(entry, segment, False)
-    assert segment.disk == NO_ENTRY
-    assert tier.take_void() == []
-    assert written(tier, segment_of(2)) == Place(0, 2)
-
-
-def test_a_wrong_segment_that_is_being_written_is_void() -> None:
-    """A segment that left memory as wrong while it was written is void."""
-    tier, segment = tier_of(2), segment_of(1)
-    entry = tier.admit(segment, 1, 1.0, 0.0)
-    assert not isinstance(entry, Refusal)
-    assert not tier.left(segment, 1, keep=False)
-    assert not tier.written(entry, segment, True)
-    assert len(tier.take_void()) == 1
-    tier.check_integrity()
-
-
 def test_a_full_slab_gives_up_what_was_not_accessed_longest() -> None:
     """The first segment in the queue that was not accessed leaves, and its place gets the next generation."""
     tier = tier_of(3)
@@ -89,28 +51,6 @@ def test_a_full_slab_gives_up_what_was_not_accessed_longest() -> None:
     tier.hold(tier.find(TENANT, key_of(8)), 200.0)
     assert written(tier, segment_of(9)) == Place(0, 2)
     tier.check_integrity()
-
-
-def test_a_place_that_is_read_gets_no_other_segment() -> None:
-    tier = tier_of(2)
-    written(tier, segment_of(1))
-    entry = tier.find(TENANT, key_of(1))
-    slab, slot = tier.begin_read(entry)
-    tier.forget(entry, DISK_RULE)
-    assert written(tier, segment_of(2)).slot != slot
-    tier.check_integrity()
-    assert tier.admit(segment_of(3), 1, 1.0, 0.0) is not Refusal.QUEUE
-    tier.end_read(slab, slot, 0.0)
-    tier.check_integrity()
-
-
-def test_a_held_segment_stays_until_its_time_has_passed() -> None:
-    tier = tier_of(1)
-    written(tier, segment_of(1))
-    tier.hold(tier.find(TENANT, key_of(1)), 10.0)
-    assert tier.admit(segment_of(2), 1, 1.0, 5.0) is Refusal.QUEUE
-    tier.expire(10.0)
-    assert written(tier, segment_of(2), 10.0) == Place(0, 2)
 
 
 def test_an_entry_that_is_held_often() -> None:
@@ -135,18 +75,6 @@ def test_an_entry_that_is_held_often() -> None:
     tier.expire(30.0)
     written(tier, segment_of(4), 30.0)
     assert len(tier) == 2
-    tier.check_integrity()
-
-
-def test_a_segment_that_is_read_back_is_not_written_again() -> None:
-    tier = tier_of(2)
-    written(tier, segment_of(1))
-    again = segment_of(1, 50.0)
-    tier.arrived(again)
-    assert again.disk == tier.find(TENANT, again.key)
-    tier.check_integrity()
-    assert tier.left(again, 4, keep=True)
-    assert tier.note(tier.find(TENANT, again.key)).accesses == 4
     tier.check_integrity()
 
 

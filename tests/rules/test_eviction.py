@@ -6,10 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
@@ -78,56 +75,6 @@ def test_a_hot_segment_outlives_a_scan(make: Make) -> None:
         memory.store(("passing", second), 0, float(second))
     assert "hot" in memory.here
     assert "hot" not in memory.evicted
-
-
-Requests = list[tuple[int, int, int, float]]
-"""Of each request: stem, branch, length, and the seconds since the previous request."""
-
-
-def requests(most: int) -> st.SearchStrategy[Requests]:
-    pauses = st.sampled_from([0.1, 1.0, 7.0, 90.0, 700.0])
-    return st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 6), pauses), max_size=most)
-
-
-def paths_of(asked: Requests) -> list[tuple[float, list[object]]]:
-    """Times and segments of requests for prompts of a tree."""
-    now = 0.0
-    prompts: list[tuple[float, list[object]]] = []
-    for stem, branch, length, pause in asked:
-        now += pause
-        prompts.append((now, [(stem, depth) if depth < 2 else (stem, branch, depth) for depth in range(length)]))
-    return prompts
-
-
-@settings(max_examples=examples(60))
-@given(asked=requests(120))
-def test_lru_evicts_children_before_their_parents(asked: Requests) -> None:
-    memory = Memory(LeastRecentlyUsed(), 1000)
-    prompts = paths_of(asked)
-    for now, prompt in prompts:
-        memory.request(prompt, now)
-    gone = memory.order(prompts[-1][0] if prompts else 0.0)
-    for _, prompt in prompts:
-        places = [gone.index(segment) for segment in prompt]
-        assert places == sorted(places, reverse=True)
-
-
-def test_policies_that_merge_become_alike() -> None:
-    policies = Forecast(), Forecast()
-    experienced, fresh = (Memory(policy, 20) for policy in policies)
-    busy(experienced, seed=5)
-    key = key_of("new")
-    apart = []
-    for _ in range(6):
-        retention_value = [
-            memory.policy.retention_value_of_new(key, NO_HINTS, 400.0) for memory in (experienced, fresh)
-        ]
-        apart.append(abs(retention_value[0] - retention_value[1]))
-        saved = [policy.odds.save() for policy in policies]
-        for policy, other in zip(policies, reversed(saved), strict=True):
-            policy.odds.merge(other)
-    assert apart[0] > 0
-    assert apart[-1] <= apart[0] / 100
 
 
 @every_policy

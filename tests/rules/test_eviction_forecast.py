@@ -13,9 +13,8 @@ from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
 from tokenlake.memory import Budgets, SegmentStore
-from tokenlake.memory.eviction import LeastRecentlyUsed, odds, records
+from tokenlake.memory.eviction import LeastRecentlyUsed, odds
 from tokenlake.memory.eviction.forecast import Forecast
-from tokenlake.memory.eviction.records import GHOST_S
 from tokenlake.metrics import Counters
 
 SHORT = Hints(access=AccessRecord(segments=2, hits=1, turn=1, gap_s=30.0, unshared=0))
@@ -71,35 +70,6 @@ def test_a_refused_segment_is_valued_more_at_its_next_try() -> None:
     assert values[0] > values[1]
     assert not policy.admits(new, NO_HINTS, 1999.5)
     assert policy.retention_value_of_new(new, NO_HINTS, 2001.0) > values[1]
-
-
-def test_it_learns_which_requests_come_again() -> None:
-    policy = Forecast()
-    conversations(Memory(policy, 60), seed=1)
-    new = key_of("new")
-    assert policy.retention_value_of_new(new, SHORT, 1500.0) > 3 * policy.retention_value_of_new(new, LONG, 1500.0)
-
-
-def test_it_evicts_and_refuses_requests_that_end() -> None:
-    memory = Memory(Forecast(), 60)
-    conversations(memory, seed=2)
-    assert memory.refused
-    kept = [segment.hints for segment in memory.here.values()]
-    assert kept.count(SHORT) > 2 * kept.count(LONG)
-
-
-def test_ghosts_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LEAST_GHOSTS", 50)
-    policy = Forecast()
-    memory = Memory(policy, 10)
-    for number in range(300):
-        memory.store(number, 0, number / 10)
-    known = [number for number in range(300) if policy.last_access([key_of(number)], 30.0) is not None]
-    assert 40 < len(known) <= 50
-    for number in range(60):
-        memory.store(("late", number), 0, 100.0 + GHOST_S + number)
-    assert policy.last_access([key_of(number) for number in range(300)], 200.0 + GHOST_S) is None
-    policy.check_integrity()
 
 
 def test_the_deepest_segment_of_a_request_leaves_first() -> None:
@@ -160,18 +130,6 @@ def test_hints_distinguish_requests_and_may_change() -> None:
     segment.hints = over
     policy.hints_changed(segment, 1501.0)
     assert policy.retention_value(segment, 1501.0) < retention_value / 2
-
-
-def test_merged_labels_without_room_are_left_out() -> None:
-    here, there = odds.Odds(), odds.Odds()
-    for number in range(odds.LABELS):
-        here.features(1, Hints(category=f"kind {number}"))
-    strange = there.features(1, Hints(Outlook.GOES_ON, "other"))
-    there.add(strange, 3, 1.0, 1.0)
-    there.learn()
-    here.merge(there.save())
-    features = [here.features(1, Hints(outlook)) for outlook in (Outlook.GOES_ON, Outlook.OVER)]
-    assert here.retention_value(features[0]) == here.retention_value(features[1])
 
 
 def test_nodes_without_samples_do_not_dilute_a_merge() -> None:
@@ -247,15 +205,6 @@ def test_more_accesses_are_valued_no_less() -> None:
         assert (np.diff(retention_value, axis=0) > 1e-6).any()
 
 
-def test_saving_changes_nothing() -> None:
-    memories = [Memory(Forecast(), 20), Memory(Forecast(), 20)]
-    for second in range(300):
-        for memory in memories:
-            memory.request([second % 37], float(second))
-        memories[0].odds.save()
-    assert memories[0].evicted == memories[1].evicted
-
-
 def test_the_state_is_bounded() -> None:
     policy = Forecast()
     memory = Memory(policy, 10)
@@ -293,21 +242,6 @@ def test_the_last_access_of_an_evicted_segment() -> None:
     assert policy.last_access([key_of("never")], 14.0) is None
 
 
-def test_the_last_access_of_a_refused_segment() -> None:
-    memory = Memory(Forecast(), 20)
-    conversations(memory, seed=7)
-    policy, unwanted = memory.policy, key_of("unwanted")
-    for wanted in (1, 2):
-        now = 1500.0 + wanted
-        assert not policy.admits(
-            unwanted, msgspec.structs.replace(LONG, access=AccessRecord(40, wanted, unshared=5)), now
-        )
-        assert policy.last_access([unwanted], now + 3.0) == (0, AccessRecord(40, wanted, unshared=5), 3.0)
-    for number in range(400):
-        memory.store(f"later {number}", 0, 1600.0 + GHOST_S, LONG)
-    assert policy.last_access([unwanted], 1600.0 + GHOST_S) is None
-
-
 def test_it_learns_without_accesses() -> None:
     policy = Forecast()
     memory = Memory(policy, 3000)
@@ -319,20 +253,6 @@ def test_it_learns_without_accesses() -> None:
         if policy.odds.save() != learned[-1]:
             learned.append(policy.odds.save())
     assert len(learned) > 1
-
-
-def test_equal_statistics_lead_to_equal_decisions() -> None:
-    experienced = Memory(Forecast(), 30)
-    conversations(experienced, seed=3)
-    saved = experienced.odds.save()
-    lives = [Memory(Forecast(), 30), Memory(Forecast(), 30)]
-    for life in lives:
-        life.odds.merge(saved)
-        conversations(life, seed=4, seconds=300)
-    assert lives[0].evicted == lives[1].evicted
-    fresh = Memory(Forecast(), 30)
-    conversations(fresh, seed=4, seconds=300)
-    assert fresh.evicted != lives[0].evicted
 
 
 LABELS, WEIGHTS = 1, 2

@@ -34,12 +34,3 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch, segments: int) -> N
         add(ghosts, number, number / 100, segments)
     assert len(ghosts) == max(50, GHOSTS_EACH * segments)
     assert next(reversed(ghosts)) == key_of(999)
-
-
-def test_a_ghost_that_returns_in_time_is_the_same_record() -> None:
-    ghosts = Ghosts()
-    record = Record(3.0)
-    ghosts.add(key_of("a"), record, 5.0, 1)
-    assert ghosts.pop(key_of("a")) is record
-    assert record.gone == 5.0
-    assert not ghosts

@@ -1,4 +1,4 @@
-"""Layout: refused values, the fingerprint's golden vector, shards and sizes."""
+"""Layouts of both kinds: refused values, the fingerprints' golden vectors, encodings, shards and sizes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.layout import (
     COMPUTED_DTYPES,
     DTYPE_BYTES,
+    MAX_LAYOUT_BYTES,
     MAX_SEGMENT_BYTES,
     QUANTISED_DTYPES,
     Layout,
     static_quantisation,
 )
+from tokenlake.opaque_layout import OpaqueLayout, decode_layout, understood
 
+EitherLayout = Layout | OpaqueLayout
 LLAMA = Layout(
     model_id="tiny-llama",
     weights_digest="00" * 32,
@@ -29,11 +32,23 @@ LLAMA = Layout(
     value_dim=64,
     position="rope base=10000",
 )
-FINGERPRINT = "56828b2d63618c2c659d8cfb43fea829b9edb8f17ff5e6f235d727a29bf5b76a"
-"""blake2b-256 of LLAMA's MessagePack, written byte by byte from the format's specification."""
-
+LATENT = OpaqueLayout(
+    model_id="tiny-mla",
+    weights_digest="00" * 32,
+    engine="vllm 0.32.0",
+    cache="bfloat16; block 16; group 0: mla",
+    shards=2,
+    shard_bytes=18432,
+    segment_tokens=256,
+)
+each_kind = pytest.mark.parametrize("layout", [LLAMA, LATENT], ids=["understood", "opaque"])
+each_field = pytest.mark.parametrize(
+    ("layout", "field"),
+    [(layout, field) for layout in (LLAMA, LATENT) for field in layout.__struct_fields__],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
 OTHER_VALUES: dict[str, Any] = {
-    "model_id": "tiny-llama-2",
+    "model_id": "tiny-2",
     "weights_digest": "01" * 32,
     "dtype": "float16",
     "layers": 3,
@@ -45,20 +60,42 @@ OTHER_VALUES: dict[str, Any] = {
     "quantisation": "fp8",
     "storage": "token-major",
     "segment_tokens": 128,
+    "engine": "vllm 0.33.0",
+    "cache": "fp8; block 16; group 0: mla",
+    "shards": 4,
+    "shard_bytes": 9216,
 }
 
+text = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+digests = st.text("0123456789abcdef", min_size=1, max_size=64)
 sizes = st.integers(1, 64)
-layouts = st.builds(
+computed = st.builds(
     Layout,
-    model_id=st.text(st.characters(codec="utf-8"), min_size=1, max_size=40),
-    weights_digest=st.text("0123456789abcdef", min_size=1, max_size=64),
+    model_id=text,
+    weights_digest=digests,
     dtype=st.sampled_from(COMPUTED_DTYPES),
     layers=sizes,
     kv_heads=sizes,
     key_dim=sizes,
     value_dim=sizes,
-    position=st.text(st.characters(codec="utf-8"), min_size=1, max_size=40),
+    position=text,
     segment_tokens=st.integers(1, 256),
+)
+quantised = st.builds(
+    msgspec.structs.replace,
+    computed,
+    dtype=st.sampled_from(QUANTISED_DTYPES),
+    quantisation=st.sampled_from([static_quantisation(dtype) for dtype in COMPUTED_DTYPES]),
+)
+opaque = st.builds(
+    OpaqueLayout,
+    model_id=text,
+    weights_digest=digests,
+    engine=text,
+    cache=text,
+    shards=st.integers(1, 8),
+    shard_bytes=st.integers(1, 1 << 28),
+    segment_tokens=st.integers(1, 1 << 20),
 )
 
 
@@ -70,54 +107,72 @@ def encoded(pairs: list[tuple[str, object]], version: object = 1) -> bytes:
     return msgspec.msgpack.encode([version, pairs])
 
 
-def pairs_of(layout: Layout) -> list[tuple[str, object]]:
+def pairs_of(layout: EitherLayout) -> list[tuple[str, object]]:
     return [(name, getattr(layout, name)) for name in layout.__struct_fields__]
 
 
-def test_the_fingerprint_is_the_golden_vector() -> None:
-    assert LLAMA.fingerprint().hex() == FINGERPRINT
-
-
-@pytest.mark.parametrize("field", Layout.__struct_fields__)
-def test_every_field_changes_the_fingerprint(field: str) -> None:
-    assert changed(**{field: OTHER_VALUES[field]}).fingerprint() != LLAMA.fingerprint()
-
-
-quantised = st.builds(
-    msgspec.structs.replace,
-    layouts,
-    dtype=st.sampled_from(QUANTISED_DTYPES),
-    quantisation=st.sampled_from([static_quantisation(dtype) for dtype in COMPUTED_DTYPES]),
-)
-
-
-@given(layouts | quantised)
-def test_a_layout_survives_encoding(layout: Layout) -> None:
-    decoded = Layout.decode(layout.encode())
-    assert decoded == layout
-    assert decoded.fingerprint() == layout.fingerprint()
+def refused(layout: EitherLayout, named: str) -> None:
+    """Check that the layout is refused by this name, made here or received."""
+    for made in (layout.check, lambda: decode_layout(layout.encode()), lambda: type(layout).decode(layout.encode())):
+        with pytest.raises(LayoutRefused, match=named):
+            made()
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("layout", "fingerprint"),
     [
-        ("dtype", "int8"),
-        ("attention", "mla"),
-        ("quantisation", "fp8"),
-        ("storage", "token-major"),
-        *[(field, 0) for field in ("layers", "kv_heads", "key_dim", "value_dim", "segment_tokens")],
-        *[(field, (1 << 20) + 1) for field in ("layers", "kv_heads", "key_dim", "value_dim", "segment_tokens")],
-        ("layers", -1),
-        *[(field, "") for field in ("model_id", "weights_digest", "position")],
-        *[(field, "x" * 4097) for field in ("model_id", "weights_digest", "position")],
+        (LLAMA, "56828b2d63618c2c659d8cfb43fea829b9edb8f17ff5e6f235d727a29bf5b76a"),
+        (LATENT, "f4fa07bce202363f0055eda4f23419947353cf5d80e29a36e52a5bbe19a0a8c0"),
     ],
+    ids=["understood", "opaque"],
 )
-def test_an_unsupported_field_is_refused_by_name(field: str, value: object) -> None:
-    layout = changed(**{field: value})
-    with pytest.raises(LayoutRefused, match=f"'{field}'"):
-        layout.check()
-    with pytest.raises(LayoutRefused, match=f"'{field}'"):
-        Layout.decode(layout.encode())
+def test_the_fingerprint_is_the_golden_vector(layout: EitherLayout, fingerprint: str) -> None:
+    """blake2b-256 of the layout's MessagePack, written byte by byte from the format's specification."""
+    assert layout.fingerprint().hex() == fingerprint
+
+
+@each_field
+def test_every_field_changes_the_fingerprint(layout: EitherLayout, field: str) -> None:
+    other = msgspec.structs.replace(layout, **{field: OTHER_VALUES[field]})
+    assert other.fingerprint() != layout.fingerprint()
+
+
+@given(computed | quantised | opaque)
+def test_a_layout_survives_encoding(layout: EitherLayout) -> None:
+    for decoded in (decode_layout(layout.encode()), type(layout).decode(layout.encode())):
+        assert decoded == layout
+        assert type(decoded) is type(layout)
+        assert decoded.fingerprint() == layout.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("layout", "field", "value"),
+    [
+        (LLAMA, "dtype", "int8"),
+        (LLAMA, "attention", "mla"),
+        (LLAMA, "quantisation", "fp8"),
+        (LLAMA, "storage", "token-major"),
+        *[
+            (LLAMA, field, value)
+            for field in ("layers", "kv_heads", "key_dim", "value_dim", "segment_tokens")
+            for value in (-1, 0, (1 << 20) + 1)
+        ],
+        *[(LLAMA, field, value) for field in ("model_id", "weights_digest", "position") for value in ("", "x" * 4097)],
+        *[
+            (LATENT, field, value)
+            for field in ("model_id", "weights_digest", "engine", "cache")
+            for value in ("", "x" * 4097)
+        ],
+        (LATENT, "engine", "x" * 257),
+        *[(LATENT, field, value) for field in ("shards", "shard_bytes", "segment_tokens") for value in (-1, 0)],
+        (LATENT, "shards", 9),
+        (LATENT, "shard_bytes", MAX_SEGMENT_BYTES + 1),
+        (LATENT, "segment_tokens", (1 << 20) + 1),
+    ],
+    ids=str,
+)
+def test_an_unsupported_field_is_refused_by_name(layout: EitherLayout, field: str, value: object) -> None:
+    refused(msgspec.structs.replace(layout, **{field: value}), f"'{field}'")
 
 
 def test_a_quantised_dtype_names_its_quantisation() -> None:
@@ -133,62 +188,57 @@ def test_a_quantised_dtype_names_its_quantisation() -> None:
 
 
 def test_a_segment_may_be_as_large_as_the_bound() -> None:
-    # Bytes of a segment: 4 layers x 4 heads x tokens x 128 elements x 2 bytes.
+    # Bytes of a segment of LLAMA: 4 layers x 4 heads x tokens x 128 elements x 2 bytes.
     most = MAX_SEGMENT_BYTES // (4 * 4 * 128 * 2)
-    changed(layers=4, segment_tokens=most).check()
-    with pytest.raises(LayoutRefused, match=f"takes .* at most {MAX_SEGMENT_BYTES}.*'segment_tokens'"):
-        changed(layers=4, segment_tokens=most + 1).check()
+    for layout, field, value in (
+        (changed(layers=4), "segment_tokens", most),
+        (msgspec.structs.replace(LATENT, shards=8), "shard_bytes", MAX_SEGMENT_BYTES // 8),
+    ):
+        largest = msgspec.structs.replace(layout, **{field: value})
+        largest.check()
+        assert largest.segment_bytes == MAX_SEGMENT_BYTES
+        with pytest.raises(LayoutRefused, match=f"takes .* at most {MAX_SEGMENT_BYTES}.*'{field}'"):
+            msgspec.structs.replace(layout, **{field: value + 1}).check()
 
 
-@pytest.mark.parametrize("field", Layout.__struct_fields__)
-def test_a_missing_field_is_refused_by_name(field: str) -> None:
+def test_the_largest_layout_is_within_the_bound_of_its_encoding() -> None:
+    wide = chr(0x10FFFF) * 4096
+    fields = {"model_id": wide, "weights_digest": wide, "engine": wide[:256], "cache": wide}
+    layout = msgspec.structs.replace(LATENT, **fields)
+    layout.check()
+    assert len(layout.encode()) <= MAX_LAYOUT_BYTES
+
+
+@each_field
+def test_a_missing_field_is_refused_by_name(layout: EitherLayout, field: str) -> None:
     with pytest.raises(LayoutRefused, match=field):
-        Layout.decode(encoded([pair for pair in pairs_of(LLAMA) if pair[0] != field]))
+        type(layout).decode(encoded([pair for pair in pairs_of(layout) if pair[0] != field]))
 
 
-def test_an_unknown_field_is_refused_by_name() -> None:
-    with pytest.raises(LayoutRefused, match="window"):
-        Layout.decode(encoded([*pairs_of(LLAMA), ("window", 4096)]))
-
-
-def test_a_field_of_another_type_is_refused_by_name() -> None:
-    with pytest.raises(LayoutRefused, match="layers"):
-        Layout.decode(changed(layers="two").encode())
-
-
-def test_a_repeated_field_and_another_order_are_refused() -> None:
-    for pairs in ([("layers", 4), *pairs_of(LLAMA)], pairs_of(LLAMA)[::-1]):
-        with pytest.raises(LayoutRefused, match="fields"):
-            Layout.decode(encoded(pairs))
-
-
-@pytest.mark.parametrize("version", [0, 2])
-def test_another_schema_version_is_refused_by_name(version: int) -> None:
-    with pytest.raises(LayoutRefused, match=f"version is {version}"):
-        Layout.decode(encoded(pairs_of(LLAMA), version))
-
-
-def test_text_that_is_not_utf8_is_refused() -> None:
+@each_kind
+def test_other_fields_are_refused_by_name(layout: EitherLayout) -> None:
+    """Unknown ones, those of the other kind of layout, one of another type, a repeated one, and another order."""
+    pairs, other = pairs_of(layout), "engine" if layout is LLAMA else "layers"
+    for wrong, named in (
+        ([*pairs, ("window", 4096)], "window"),
+        ([*pairs, (other, 7)], other),
+        ([(name, "two" if name == "segment_tokens" else value) for name, value in pairs], "segment_tokens"),
+        ([pairs[-1], *pairs], "fields"),
+        (pairs[::-1], "fields"),
+    ):
+        with pytest.raises(LayoutRefused, match=named):
+            type(layout).decode(encoded(wrong))
+    for version in (0, 2):
+        with pytest.raises(LayoutRefused, match=f"version is {version}"):
+            type(layout).decode(encoded(pairs, version))
     with pytest.raises(LayoutRefused, match="cannot be read"):
-        Layout.decode(LLAMA.encode().replace(b"tiny-llama", b"tiny-llam\xff"))
+        type(layout).decode(layout.encode().replace(b"tiny-", b"tiny\xff"))
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(LayoutRefused):
-        Layout.decode(garbage)
-
-
-@given(st.data())
-def test_a_damaged_encoding_is_refused_or_another_layout(data: st.DataObject) -> None:
-    damaged = bytearray(LLAMA.encode())
-    at = data.draw(st.integers(0, len(damaged) - 1))
-    damaged[at] ^= data.draw(st.integers(1, 255))
-    try:
-        layout = Layout.decode(bytes(damaged))
-    except LayoutRefused:
-        return
-    assert layout.fingerprint() != LLAMA.fingerprint()
+        decode_layout(garbage)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +256,12 @@ def test_latent_rows_hold_the_value_within_the_key() -> None:
     latent.check()
     assert latent.shards == 1
     assert latent.segment_bytes == 2 * latent.segment_tokens * 576 * 2
+    for fields in ({"kv_heads": 2}, {"value_dim": 577}):
+        with pytest.raises(LayoutRefused, match="latent"):
+            msgspec.structs.replace(latent, **fields).check()
 
 
-@pytest.mark.parametrize("fields", [{"kv_heads": 2}, {"value_dim": 577}])
-def test_inconsistent_latent_rows_are_refused(fields: dict[str, int]) -> None:
-    with pytest.raises(LayoutRefused, match="latent"):
-        changed(**{"attention": "latent", "kv_heads": 1, "key_dim": 576, "value_dim": 512, **fields}).check()
+def test_the_pool_understands_only_its_own_layouts() -> None:
+    assert understood(LLAMA) is LLAMA
+    with pytest.raises(LayoutRefused, match=r"opaque.*'engine' 'vllm 0.32.0'"):
+        understood(LATENT)

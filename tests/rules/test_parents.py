@@ -29,7 +29,6 @@ from tokenlake.metrics import Counters
 TENANT = TenantId("t")
 SLOT_BYTES = 1024
 LOW, HIGH, SHORT_LIVED = Hints(priority=-1), Hints(priority=1), Hints(ttl_s=1.0)
-every_policy = pytest.mark.parametrize("make", [Forecast, LeastRecentlyUsed])
 
 Path = tuple[int, ...]
 """A segment by its place in a tree of prompts: (1, 2) continues (1,)."""
@@ -77,42 +76,12 @@ class Scene:
             self.prompt((200, number), after_s=1.0)
 
 
-@every_policy
-@pytest.mark.parametrize("hints", [NO_HINTS, LOW, SHORT_LIVED], ids=["plain", "low", "ttl"])
-def test_a_prompt_that_was_asked_for_in_part_stays_whole(make: Callable[[], EvictionPolicy], hints: Hints) -> None:
-    """Requests for its beginning alone say that the beginning is worth less than the rest."""
-    scene = Scene(24, make)
-    whole = tuple(range(1, 9))
-    scene.prompt(whole, HIGH)
-    for _ in range(3):
-        scene.prompt(whole[:1], hints)
-    for turn in range(40):
-        scene.prompt((100 + turn,))
-        here = [scene.here(whole[:length]) is not None for length in range(1, 9)]
-        assert here == sorted(here, reverse=True)
-    assert scene.counters[ORPHANED] == 0
-
-
 def test_a_prompt_longer_than_one_search_follows() -> None:
     scene = Scene(MAX_KEPT + 60)
     whole = tuple(itertools.islice(itertools.cycle(range(1, 90)), MAX_KEPT + 30))
     for end in (len(whole), 1, len(whole) - 2):
         scene.prompt(tuple(whole[:end]))
     scene.fill(3 * MAX_KEPT)
-    assert scene.counters[ORPHANED] == 0
-
-
-def test_a_child_that_is_in_use_keeps_its_parent() -> None:
-    """An engine gave back the beginning of its lease, and still reads the rest."""
-    scene = Scene(8)
-    scene.prompt((1, 2, 3))
-    deepest = scene.here((1, 2, 3))
-    assert deepest is not None
-    scene.store.pin(deepest)
-    scene.fill(30)
-    assert scene.here((1,)) is not None
-    assert scene.here((1, 2)) is not None
-    scene.store.unpin(deepest)
     assert scene.counters[ORPHANED] == 0
 
 

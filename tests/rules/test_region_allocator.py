@@ -69,35 +69,6 @@ def test_a_refusal_names_the_quota() -> None:
     assert store.take_pressed() == []
 
 
-def test_a_refusal_without_a_quota() -> None:
-    store = store_of(1, {})
-    for number in range(PER_REGION):
-        store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
-    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_SLOT
-    assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_REGION
-
-
-def test_a_drained_region_goes_to_another_tenant() -> None:
-    store = store_of(2, {})
-    fill(store, RED, 100)
-    pool = store.pool(RED, SLOT_BYTES)
-    assert pool is not None
-    leased = next(iter(store.index(RED).values()))
-    store.pin(leased)
-    busy = leased.place.region
-    assert not store.has_room(BLUE, SLOT_BYTES)
-    # A region without a pinned segment is free at once.
-    given, left = store.drain(pool, 200.0)
-    assert not left
-    assert given != busy
-    store.check_integrity()
-    assert store.regions.unmade == PER_REGION * SLOT_BYTES
-    store.regions.made(store.regions.make(store.regions.unmade))
-    store.grow(BLUE, SLOT_BYTES)
-    assert (regions(store, RED), regions(store, BLUE), len(store.regions.spare)) == (1, 1, 0)
-    assert store.has_room(BLUE, SLOT_BYTES)
-
-
 def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     store = store_of(1, {})
     fill(store, RED, PER_REGION)
@@ -112,14 +83,3 @@ def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     store.unpin(leased)
     assert store.drain(pool, 11.0) == (0, 0)
     assert not list(store.pools())
-
-
-def test_little_is_kept_of_regions_given_away() -> None:
-    store = store_of(1, {})
-    for region in range(1, 100):
-        fill(store, RED, PER_REGION)
-        pool = store.pool(RED, SLOT_BYTES)
-        assert pool is not None
-        assert store.drain(pool, 10.0) == (region - 1, 0)
-        store.regions.made(store.regions.make(store.regions.unmade))
-        store.check_integrity()

@@ -95,41 +95,6 @@ def test_starts_equal_a_count_segment_by_segment(
     assert made.where(asked, owners, ["i2"]).instance == "i2"
 
 
-def test_an_idle_instance_takes_what_a_busy_one_has_cached() -> None:
-    """As soon as the wait behind other prompts is longer than the prefix costs to bring."""
-    made, long, short = router(), request("x" * 20), request("abcd")
-    owners = everything([short], B)
-    assert made.where(short, owners).instance == "i1"
-    made.sent(long, made.starts(long, {}, ["i1"])[0])
-    other = made.where(short, owners)
-    assert other.instance != "i1"
-    assert other.moved == 4 * TOKENS
-    made.first_token(long.name)
-    assert made.where(short, owners).instance == "i1"
-
-
-def test_answers_under_way_weigh_against_a_common_prefix() -> None:
-    """The prompts are cached, so that none of them waits for long: the answers take the instance's batch."""
-    made, shared = router(), request("x" * 20)
-    owners = everything([shared], B)
-    chosen = []
-    for number in range(2 * 20 * TOKENS // ANSWER):
-        asked = named(shared, str(number))
-        start = made.where(asked, owners)
-        made.sent(asked, start)
-        made.first_token(asked.name)
-        chosen.append(start.instance)
-    # As long as the answers there are shorter together than the prefix, the requests go where it is cached.
-    first = 20 * TOKENS // ANSWER
-    assert set(chosen[:first]) == {"i1"}
-    assert chosen[first] != "i1"
-    assert max(made.under_way(instance) for instance in INSTANCES) <= first + 1
-    for number in range(len(chosen)):
-        made.finished(str(number))
-    assert {made.queued(instance) for instance in INSTANCES} == {0}
-    made.check_integrity()
-
-
 @pytest.mark.parametrize("measured", [False, True])
 def test_among_equal_instances_the_nearest_one_is_chosen(measured: bool) -> None:
     """The prefix is brought to an idle instance in its domain, as long as an instance elsewhere does not start clearly
@@ -154,17 +119,6 @@ def test_among_equal_instances_the_nearest_one_is_chosen(measured: bool) -> None
     assert made.where(short, owners).instance in ("i0", "i3")
 
 
-def test_segments_in_flight_at_an_instance_are_not_brought_to_it() -> None:
-    made, prompt = router(), request("abcd")
-    owners = everything([prompt], B)
-    first = named(prompt, "first")
-    made.sent(first, made.starts(first, owners, ["i0"])[0])
-    made.first_token("first")
-    before = made.starts(prompt, owners, ["i0"])
-    made.locations = {A: ("rack-1",), B: ("rack-2",), C: ("rack-2",)}
-    assert made.starts(prompt, owners, ["i0"]) == before
-
-
 def test_a_request_waits_for_another_one() -> None:
     """Computing it again at an idle instance takes as long as waiting for it."""
     made = router()
@@ -180,20 +134,6 @@ def test_a_request_waits_for_another_one() -> None:
     idle = made.where(second, {})
     assert idle.instance != start.instance
     assert (idle.prefill.new, idle.repeated) == (second.tokens, 8 * TOKENS)
-
-
-def test_a_prefix_in_flight_is_found_where_it_was_sent() -> None:
-    made = router()
-    first = named(request("abcdefgh"), "first")
-    start = made.where(first, {})
-    made.sent(first, start)
-    made.first_token("first")
-    again = made.where(named(request("abcdefghi"), "again"), {})
-    assert again.instance == start.instance
-    assert again.prefill.new == TOKENS + 5
-    made.finished("first")
-    # It is finished, and a lookup names no node: the instance has no advantage.
-    assert {each.cost for each in made.starts(request("abcdefghi"), {})} == {float(9 * TOKENS + 5)}
 
 
 def test_measured_costs_are_seconds_of_prefill_and_transfer() -> None:
@@ -264,16 +204,6 @@ def test_batches_have_the_least_sum_of_costs(data: st.DataObject) -> None:
     )
     assert sum(cost[group[0]] for cost, group in zip(costs, plans.groups, strict=True)) == pytest.approx(least)
     assert len({group[0] for group in plans.groups}) == len(requests)
-
-
-def test_batches_leave_a_busy_instance_alone() -> None:
-    made, waiting = router(), request("x" * 40)
-    made.sent(waiting, made.starts(waiting, {}, ["i1"])[0])
-    requests = [request("abcd"), request("efgh")]
-    tree = grow(requests, everything(requests, B), TOKENS)
-    for given_router, busy in ((made, False), (None, True)):
-        plans = gen_plans([[0], [1]], [1, 1], tree, INSTANCES, MODEL, rates(), given_router)
-        assert ("i1" in itertools.chain(*plans.groups)) is busy
 
 
 def test_a_batch_follows_its_prefix_in_flight() -> None:

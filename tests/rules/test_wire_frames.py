@@ -1,47 +1,62 @@
-"""Frames: cut out of a stream wherever it breaks; one over the bound is refused."""
+"""Frames and raw bytes: cut out of a stream wherever it breaks; a frame over the bound is refused."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rules.wire_messages import any_message
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, engine, pack_frame
 from tokenlake.wire.frames import decode, encode
 
-
-@given(st.lists(any_message, max_size=6), st.lists(st.integers(0, 400), max_size=8))
-def test_frames_survive_any_cut_of_the_stream(sent: list[msgspec.Struct], cuts: list[int]) -> None:
-    stream = b"".join(map(pack_frame, sent))
-    frames = FrameDecoder(4096)
-    bounds = sorted({0, *(min(cut, len(stream)) for cut in cuts), len(stream)})
-    bodies: list[bytes] = []
-    for start, stop in zip(bounds, [*bounds[1:], len(stream)], strict=True):
-        bodies += frames.feed(stream[start:stop])
-    assert bodies == [encode(message) for message in sent]
-    assert frames.rest() == b""
+BOUND = 300
 
 
-def test_frames_survive_single_bytes() -> None:
-    stream = b"".join(map(pack_frame, [engine.Bye(), engine.Heartbeat(7), engine.Abort(3)]))
-    frames = FrameDecoder(64)
-    bodies = [body for byte in stream for body in frames.feed(bytes([byte]))]
-    assert [decode(engine.request_decoder, body) for body in bodies] == [
-        engine.Bye(),
-        engine.Heartbeat(7),
-        engine.Abort(3),
-    ]
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
-def test_the_bytes_after_a_frame_remain() -> None:
-    # A bulk reply is one frame, then raw bytes that are no frames.
-    frames = FrameDecoder(64)
-    arrived = frames.feed(pack_frame(engine.Bye()) + b"payload")
-    assert next(arrived) == encode(engine.Bye())
-    assert frames.rest() == b"payload"
+@given(
+    st.lists(st.tuples(st.binary(max_size=BOUND), st.binary(max_size=BOUND)), max_size=6),
+    st.lists(st.integers(1, 200), min_size=1, max_size=8),
+)
+def test_frames_and_raw_bytes_in_pieces(messages: list[tuple[bytes, bytes]], sizes: list[int]) -> None:
+    stream = b"".join(frame(body) + payload for body, payload in messages)
+    decoder = FrameDecoder(BOUND)
+    at = turn = 0
+
+    def receive() -> None:
+        nonlocal at, turn
+        size = sizes[turn % len(sizes)]
+        decoder.add(stream[at : at + size])
+        at, turn = at + size, turn + 1
+
+    for body, payload in messages:
+        while (got := decoder.next_frame()) is None:
+            receive()
+        assert got == body
+        target = memoryview(bytearray(len(payload)))
+        filled = decoder.take(target)
+        while filled < len(target):
+            receive()
+            filled += decoder.take(target[filled:])
+        assert target == payload
+    assert decoder.next_frame() is None
+    assert decoder.rest() == b""
+
+
+@given(st.binary(max_size=BOUND), st.binary(max_size=20), st.integers(1, 50))
+def test_missing_bytes_end_with_the_frame(body: bytes, behind: bytes, most: int) -> None:
+    stream = frame(body) + behind
+    decoder = FrameDecoder(BOUND)
+    at = 0
+    while (got := decoder.next_frame()) is None:
+        size = min(decoder.missing, most)
+        assert size > 0
+        decoder.add(stream[at : at + size])
+        at += size
+    assert (got, stream[at:]) == (body, behind)
 
 
 @pytest.mark.parametrize("size", [65, 1 << 20, (1 << 32) - 1])

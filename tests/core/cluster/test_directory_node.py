@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.scenes import calm, copies, kinds, match, placed, store
+from tests.core.scenes import copies, kinds, match, store, stored
 from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, events, instructions
 from tokenlake.core.cluster import directory_node
@@ -86,49 +86,18 @@ def keys_of(node: Node, first: str, second: str, count: int = 1) -> list[Segment
     return [key for key, pair in pairs if pair == (first, second)][:count]
 
 
-def test_unknown_until_all_peers_have_advertised() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["all have advertised", "the grace period has passed"])
+def test_unknown_until_all_peers_have_advertised(late: bool) -> None:
     node = Node(empty=True)
     (key,) = keys_of(node, "n0", "n1")
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
     node.say("n1", peer.AdvertisingDone())
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
-    node.say("n2", peer.AdvertisingDone())
+    if late:
+        node.now = SYNC_GRACE_S
+    else:
+        node.say("n2", peer.AdvertisingDone())
     assert node.lookup("n1", key) == (Code.MISSING, ())
-
-
-def test_missing_once_the_grace_period_has_passed() -> None:
-    node = Node(empty=True)
-    (key,) = keys_of(node, "n0", "n1")
-    node.now = SYNC_GRACE_S
-    assert node.lookup("n1", key) == (Code.MISSING, ())
-
-
-def test_an_in_flight_marker_ends_with_a_withdrawal_or_its_time() -> None:
-    node = Node()
-    (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.MarkInFlight("red", key, 2.0))
-    assert node.lookup("n2", key) == (Code.PENDING, ())
-    node.say("n2", peer.ClearInFlight("red", key))
-    assert node.lookup("n2", key) == (Code.PENDING, ())
-    node.say("n1", peer.ClearInFlight("red", key))
-    assert node.lookup("n2", key) == (Code.MISSING, ())
-    node.say("n1", peer.MarkInFlight("red", key, 2.0))
-    node.now = 2.0
-    assert node.lookup("n2", key) == (Code.MISSING, ())
-
-
-def test_the_first_owner_wins() -> None:
-    node = Node()
-    (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.MarkInFlight("red", key, 2.0))
-    assert node.say("n2", peer.Owned("red", key)) == []
-    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
-    assert node.say("n1", peer.Owned("red", key)) == [peer.Redundant("red", key, ("n2",))]
-    assert node.say("n2", peer.Owned("red", key)) == []
-    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
-    # A late marker hides no owner.
-    node.say("n1", peer.MarkInFlight("red", key, 2.0))
-    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
 
 
 def test_only_the_redundant_keys_are_answered() -> None:
@@ -137,31 +106,6 @@ def test_only_the_redundant_keys_are_answered() -> None:
     node.say("n1", peer.Owned("red", keys[1]))
     assert node.say("n2", peer.Owned("red", join_keys(keys))) == [peer.Redundant("red", keys[1], ("n1",))]
     assert [node.lookup("n2", key)[1] for key in keys] == [("n2",), ("n1",), ("n2",)]
-
-
-def test_an_owner_that_handed_over_is_replaced() -> None:
-    """And no other node."""
-    node = Node()
-    key, other = keys_of(node, "n0", "n1", 2)
-    node.say("n1", peer.Owned("red", key))
-    assert node.say("n2", peer.Owned("red", key, "n1")) == []
-    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
-    # The earlier owner evicts its copy later.
-    node.say("n1", peer.Evicted("red", key, "lru"))
-    assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
-    node.say("n1", peer.Owned("red", other))
-    assert node.say("n2", peer.Owned("red", other, "n0")) == [peer.Redundant("red", other, ("n1",))]
-    assert node.lookup("n2", other) == (Code.ELSEWHERE, ("n1",))
-
-
-def test_the_statement_of_a_node_that_is_down_is_replaced() -> None:
-    node = Node()
-    (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Owned("red", key))
-    node.handle(events.PeerDown("n1", 1))
-    assert node.lookup("n2", key) == (Code.UNKNOWN, ())
-    assert node.say("n2", peer.Owned("red", key)) == []
-    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n2",))
 
 
 def test_entries_of_an_earlier_incarnation_do_not_count() -> None:
@@ -177,25 +121,6 @@ def test_entries_of_an_earlier_incarnation_do_not_count() -> None:
     assert node.core.census()["directory"] == 1
 
 
-def test_a_connection_of_the_same_incarnation_keeps_its_entries() -> None:
-    node = Node()
-    (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Owned("red", key))
-    node.handle(events.PeerDown("n1", 1))
-    node.handle(events.PeerUp("n1", 1))
-    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-
-
-def test_an_eviction_ends_the_entry_of_its_sender_only() -> None:
-    node = Node()
-    (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Owned("red", key))
-    node.say("n2", peer.Evicted("red", key, "lru"))
-    assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-    node.say("n1", peer.Evicted("red", key, "lru"))
-    assert node.lookup("n2", key) == (Code.MISSING, ())
-
-
 def test_the_report_of_a_reader_is_a_question_to_the_owner() -> None:
     """The entry stays until the owner confirms that it has no copy."""
     node = Node()
@@ -206,14 +131,9 @@ def test_the_report_of_a_reader_is_a_question_to_the_owner() -> None:
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
     assert node.handle(events.PeerSent("n2", peer.Unfound("red", key, "n2"))) == [], "not the owner of the entry"
     assert node.handle(events.PeerSent("n2", peer.Unfound("red", key, "stranger"))) == []
-
-
-def test_the_owner_answers_for_what_it_does_not_have() -> None:
-    node = Node()
     here, gone = keys_of(node, "n1", "n0", 2)
     node.own(here)
     assert node.say("n1", peer.Unfound("red", join_keys((here, gone)), "n0")) == [peer.Evicted("red", gone)]
-    assert node.say("n1", peer.Unfound("red", here, "n0")) == []
 
 
 def test_only_a_candidate_names_another_owner() -> None:
@@ -247,30 +167,6 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
         sent += node.run_until(node.now + 0.005)
     told = [message for peer_, message in sent if peer_ == "n1" and not isinstance(message, peer.Lookup)]
     assert told == [*(peer.Owned("red", key) for key in keys[:6]), peer.AdvertisingDone(RING)]
-
-
-def test_owned_segments_are_advertised_to_their_directory_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner advertises in slices to a directory node that restarted, and only the keys of that directory node."""
-    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
-    cluster = calm(dirty_share=1.0)
-    keys = placed(cluster, 1, 0, 2) + placed(cluster, 2, 0, 2)
-    store(cluster, cluster.join(0), keys)
-    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
-    cluster.node(1).crash()
-    cluster.node(1).start()
-    before = len(cluster.node(0).emitted)
-    cluster.run_for(0.5)
-    sent = [
-        each.message
-        for out in list(cluster.node(0).emitted)[before:]
-        for each in out
-        if isinstance(each, instructions.SendToPeer) and each.node == "n1"
-    ]
-    told = [message.keys for message in sent if isinstance(message, peer.Owned)]
-    assert sorted(told) == sorted(keys[:2])
-    assert sum(isinstance(message, peer.AdvertisingDone) for message in sent) == 1
-    reader = cluster.join(2)
-    assert all(match(cluster, reader, [key]).hits == 1 for key in keys)
 
 
 # -- stand-ins
@@ -319,57 +215,10 @@ def test_owners_tell_the_stand_ins_in_slices(fault: str, monkeypatch: pytest.Mon
     assert node.core.census()["walks"] == 0
 
 
-def test_a_stand_in_records_its_own_segments() -> None:
-    """A node that is the stand-in of its own segments records them."""
-    node = Node()
-    (key,) = keys_of(node, "n1", "n0")
-    node.own(key)
-    assert node.lookup("n2", key)[0] is Code.LOCAL
-    assert node.core.census()["directory"] == 0
-    assert owned(node.handle(events.PeerDown("n1", 1)), "n1") == []
-    assert node.core.census()["directory"] == 1
-
-
-def test_a_directory_node_that_is_back_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the walk for the stand-ins ends, however far it is."""
-    monkeypatch.setattr(directory_node, "WALKED_SLOTS", 1)
-    node = Node()
-    keys = keys_of(node, "n1", "n2", 5)
-    for key in keys:
-        node.own(key)
-    sent = node.handle(events.PeerDown("n1", 1))
-    sent += node.run_until(node.now + 0.006)
-    to_stand_in = owned(sent, "n2")
-    assert 0 < len(to_stand_in) < 5
-    sent = node.handle(events.PeerUp("n1", 1))
-    sent += node.run_until(node.now + 0.2)
-    assert owned(sent, "n2") == []
-    assert owned(sent, "n1") == list(keys)
-    assert [each for each in sent if each[0] == "n1"][-1] == ("n1", peer.AdvertisingDone(RING))
-    assert node.core.census()["walks"] == 0
-
-
-def test_evictions_are_told_to_the_stand_in_meanwhile() -> None:
-    cluster = calm(4)
-    writer, reader = cluster.join(0), cluster.join(3)
-    (key,) = placed(cluster, 1, 2)
-    store(cluster, writer, [key])
-    cluster.node(1).crash()
-    cluster.run_for(0.05)
-    assert cluster.core(2).census()["directory"] == 1
-    cluster.core(0).store.drop(copies(cluster, key)[0], cluster.clock.now)
-    cluster.node(0).deliver(events.Tick())
-    cluster.run_for(0.05)
-    assert cluster.core(2).census()["directory"] == 0
-    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
-
-
 def test_an_earlier_outage_takes_no_ownership_away() -> None:
     """The stand-in has an entry from an earlier outage whose owner evicted the segment since: another node owns it."""
-    cluster = calm(4)
-    first, second = cluster.join(0), cluster.join(3)
-    (key,) = placed(cluster, 1, 2)
-    store(cluster, first, [key])
+    cluster, second, (key,) = stored(pair=(1, 2), nodes=4, reader=3)
+    first = cluster.engines[0]
     cluster.link("n0", "n1").cut(0.2)
     cluster.link("n1", "n2").cut(0.2)
     cluster.link("n1", "n3").cut(0.2)
@@ -383,36 +232,3 @@ def test_an_earlier_outage_takes_no_ownership_away() -> None:
     cluster.run_for(0.5)
     assert kinds(cluster, key) == {3: Kind.PRIMARY}
     assert match(cluster, first, [key]).codes == bytes([Code.REMOTE])
-
-
-def test_a_stand_in_that_restarts_is_told_again() -> None:
-    cluster = calm(4)
-    writer, reader = cluster.join(0), cluster.join(3)
-    (key,) = placed(cluster, 1, 2)
-    store(cluster, writer, [key])
-    cluster.node(1).crash()
-    cluster.run_for(0.1)
-    cluster.node(2).crash()
-    cluster.node(2).start()
-    cluster.run_for(1.0)
-    assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
-
-
-def test_a_late_report_leaves_a_new_entry() -> None:
-    """A reader did not find the segment at its owner, where it has been computed again since."""
-    cluster = calm(3)
-    writer, reader = cluster.join(1), cluster.join(2)
-    (key,) = placed(cluster, 0, 2)
-    store(cluster, writer, [key])
-    core = cluster.core(0)
-    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
-    cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
-    cluster.run_for(0.1)
-    assert core._directory_node.recorded_owner(TenantId("red"), key) == "n1"
-    assert match(cluster, reader, [key]).hits == 1
-    owner = cluster.core(1)
-    owner.store.drop(copies(cluster, key)[1], cluster.clock.now)
-    owner.store.take_gone()
-    cluster.node(0).deliver(events.PeerSent("n2", peer.Unfound("red", key, "n1")))
-    cluster.run_for(0.1)
-    assert core._directory_node.recorded_owner(TenantId("red"), key) is None

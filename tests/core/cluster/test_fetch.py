@@ -17,19 +17,17 @@ from tests.core.scenes import (
     offer,
     placed,
     prepare,
+    release,
     said,
     store,
-    supplied,
+    stored,
     tell,
 )
-from tests.sim.arena import SHARDS, content
+from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
-from tests.sim.engine import SEGMENT_TOKENS, Engine
-from tokenlake.core import events
-from tokenlake.core.cluster import bulk_path
+from tests.sim.engine import Engine
 from tokenlake.core.cluster import transfers as fetches
-from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
-from tokenlake.core.report.account import ASKED, Source
+from tokenlake.core.instructions import SendBulk, StartFetch
 from tokenlake.identity import SegmentKey
 from tokenlake.memory import Kind
 from tokenlake.wire import Code, engine
@@ -53,47 +51,6 @@ def test_locate_names_the_node_of_each_segment() -> None:
     assert not answer(cluster, reader.processes[0], engine.Locate, 999).owners
 
 
-def test_items_attended_in_place_are_not_skipped() -> None:
-    cluster = calm()
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, writer, keys)
-    lease = match(cluster, reader, keys).lease
-    tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1), (lease, 1, 2)), True))
-    tell(cluster, reader.processes[0], engine.Release(((lease, 2, 3),)))
-    counters = cluster.core(2).counters
-    size = counters[ASKED] // 3
-    assert size > 0
-    assert (supplied(counters, Source.SHIPPED), missed(counters)) == (2 * size, {"skipped": size})
-
-
-def test_two_processes_release_ranges_of_one_lease() -> None:
-    cluster = calm()
-    reader = cluster.join(0, processes=2)
-    keys = placed(cluster, 0, 1, 4)
-    cluster.run_for(0.01)
-    store(cluster, reader, keys)
-    lease = match(cluster, reader, keys).lease
-    first, second = reader.processes
-    attached = answer(cluster, second, engine.Attach, lease)
-    assert list(attached.codes) == [Code.LOCAL] * 4
-    assert attached.checksums == b"".join(b"".join(content("red", key)) for key in keys)
-
-    def pins() -> list[int]:
-        return [copies(cluster, key)[0].pins for key in keys]
-
-    tell(cluster, first, engine.Release(((lease, 0, 2),)))
-    assert pins() == [1, 1, 1, 1]
-    tell(cluster, second, engine.Release(((lease, 1, 3), (lease, 1, 3))))
-    assert pins() == [1, 0, 1, 1]
-    first.die()
-    cluster.run_for(0.01)
-    assert pins() == [1, 0, 0, 1]
-    tell(cluster, second, engine.Release(((lease, 0, 4),)))
-    assert pins() == [0, 0, 0, 0]
-    assert not cluster.core(0).census()["leases"]
-
-
 # -- fetches
 
 
@@ -114,7 +71,7 @@ def test_one_transfer_serves_two_sessions() -> None:
     segments = [copies(cluster, key)[2] for key in keys]
     assert [segment.pins for segment in segments] == [3] * 3
     for reader, lease in zip((first, second, first), leases, strict=True):
-        tell(cluster, reader.processes[0], engine.Release(((lease, 0, 3),)))
+        release(cluster, reader, lease, 3)
     assert [segment.pins for segment in segments] == [0] * 3
     assert not cluster.core(0).census()["leases to peers"]
 
@@ -133,26 +90,10 @@ def test_an_item_that_a_local_engine_writes_stays_leased() -> None:
     cluster.check()
 
 
-def test_an_item_that_a_local_engine_wrote_meanwhile() -> None:
-    """An item that a local engine wrote meanwhile counts as pending if it is not read."""
-    cluster = calm(regions=8)
-    writer, reader, beside = cluster.join(0), cluster.join(2), cluster.join(2)
-    keys = placed(cluster, 0, 1)
-    store(cluster, writer, keys)
-    lease = match(cluster, reader, keys).lease
-    prepare(cluster, beside, keys)
-    assert list(fetch(cluster, reader, lease, 1).codes) == [Code.PENDING]
-    tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1),)))
-    assert missed(cluster.core(2).counters) == {"pending": SEGMENT_TOKENS}
-
-
 def test_fetches_that_share_a_transfer_are_answered_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """No event takes long, however many fetches wait for one transfer."""
     monkeypatch.setattr(fetches, "SETTLED", 4)
-    cluster = calm(regions=8)
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(3, regions=8)
     process = reader.processes[0]
     leases = [match(cluster, reader, keys).lease for _ in range(6)]
     waits = [ask(process, engine.Fetch, lease, 0, 3, 0.0) for lease in leases]
@@ -166,19 +107,6 @@ def test_fetches_that_share_a_transfer_are_answered_in_turns(monkeypatch: pytest
         tell(cluster, process, engine.Release(((lease, 0, 3),)))
     cluster.settle()
     cluster.check_settled()
-
-
-def test_a_fetch_without_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured time of this transfer is 0, so that it has no rate. It is aborted as any late transfer is."""
-    monkeypatch.setattr(bulk_path, "MEASURED_BYTES", 1)
-    cluster = calm()
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, writer, keys)
-    lease = match(cluster, reader, keys).lease
-    reply = answer(cluster, reader.processes[0], engine.Fetch, lease, 0, 3, 1e-300)
-    assert reply.codes == bytes([Code.LOST] * 3)
-    assert len(said(cluster, 2, AbortFetch)) == 1
 
 
 def test_a_fetch_of_an_unknown_lease_is_lost() -> None:
@@ -201,7 +129,7 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
     store(cluster, writer, keys)
     tail = match(cluster, reader, keys[2:])
     assert fetch(cluster, reader, tail.lease, 2).codes == bytes([Code.LOCAL] * 2)
-    tell(cluster, reader.processes[0], engine.Release(((tail.lease, 0, 2),)))
+    release(cluster, reader, tail.lease, 2)
     pool = cluster.core(2).store.pool(*copies(cluster, keys[3])[2].pool)
     assert pool is not None
     assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.cached_slots)
@@ -209,7 +137,7 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
     whole = match(cluster, reader, keys)
     assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])
     assert fetch(cluster, reader, whole.lease, 4).codes == bytes([Code.LOCAL] * 4)
-    tell(cluster, reader.processes[0], engine.Release(((whole.lease, 0, 4),)))
+    release(cluster, reader, whole.lease, 4)
     # The lease is released: further cached copies take the slots of cached copies beyond the budget, and of no primary
     # copy.
     directory_nodes = pool.counts[Kind.PRIMARY]
@@ -274,24 +202,3 @@ def test_an_offer_that_waits_too_long_leaves_the_owner() -> None:
     assert [kinds(cluster, key)[1] for key in keys[2:4]] == [Kind.PRIMARY] * 2
     cluster.settle()
     cluster.check_settled()
-
-
-def test_a_slot_that_may_still_be_written_waits() -> None:
-    """A slot into which bytes may still come is not used again."""
-    cluster = calm()
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, writer, keys)
-    lease = match(cluster, reader, keys).lease
-    core, now = cluster.core(2), cluster.clock.now
-    orders = core.handle(events.Requested(reader.processes[0].connection, engine.Fetch(9, lease, 0, 3, 0.0)), now)
-    order = next(order for order in orders if isinstance(order, StartFetch))
-    lost, checksums = bytes([Code.LOST]) * 3, bytes(8 * SHARDS * 3)
-    core.handle(events.FetchDone(order.fetch, lost, checksums, None, b"\0\1\0"), now)
-    (pool,) = core.store.pools()
-    assert pool.quarantined == 1
-    assert core.census()["transfers that hold slots"] == 1
-    core.check_integrity()
-    core.handle(events.FetchSettled(order.fetch), now)
-    assert pool.quarantined == 0
-    core.check_integrity()

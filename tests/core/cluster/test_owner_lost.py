@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed, store
+from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed, store, stored
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.identity import SegmentKey
@@ -44,11 +44,7 @@ def test_a_cached_copy_is_found_after_the_owner_died() -> None:
 
 
 def test_an_owner_that_comes_back_in_time_stays_the_owner() -> None:
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(1)
-    cluster.run_for(0.01)
-    key = placed(cluster, 2, 0)[0]
-    store(cluster, writer, [key])
+    cluster, reader, (key,) = stored(pair=(2, 0), reader=1)
     cached_at(cluster, [reader], key)
     for link in cluster.links_of("n0"):
         link.cut(0.05)

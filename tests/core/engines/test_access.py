@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.core.scenes import answer, calm, copies, fetch, match, most_at_once, placed, prepare, said, store, tell
-from tests.sim.arena import SHARDS, content
+from tests.core.scenes import answer, calm, copies, fetch, match, most_at_once, placed, release, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core import context, events
+from tokenlake.core import context
 from tokenlake.core.engines import access
 from tokenlake.core.engines.access import MAX_RECENT_MATCHES, RecentMatches, access_after
 from tokenlake.hints import NEVER, NO_ACCESS, NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import Kind
 from tokenlake.memory.eviction import LeastRecentlyUsed
-from tokenlake.wire import Code, engine, peer
+from tokenlake.wire import engine, peer
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
 
@@ -31,7 +30,7 @@ def turn(cluster: Cluster, reader: Engine, keys: list[SegmentKey], window: int =
     reply = match(cluster, reader, keys)
     if reply.hits:
         fetch(cluster, reader, reply.lease, reply.hits)
-        tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
+        release(cluster, reader, reply.lease, reply.hits)
     for start in range(reply.hits, len(keys), window):
         store(cluster, reader, keys[start : start + window], start)
     cluster.run_for(REPORTED_S)
@@ -69,17 +68,6 @@ def test_the_second_turn_reaches_every_primary_copy() -> None:
     third = accesses(cluster, KEYS[:9])
     assert {(access.turn, access.previous_gap_s) for access in third} == {(2, gap)}
     assert all(access.gap_s < gap for access in third)
-
-
-def test_a_branch_starts_a_new_conversation() -> None:
-    cluster = calm(regions=16)
-    first, second = cluster.join(0), cluster.join(1)
-    turn(cluster, first, KEYS[:8])
-    branch = [*KEYS[:3], *prompt("branch", 2)]
-    assert turn(cluster, second, branch) == 3
-    known = accesses(cluster, branch)
-    assert {(access.segments, access.hits, access.turn, access.unshared) for access in known} == {(5, 3, 0, 5)}
-    assert accesses(cluster, KEYS[3:8]) == [AccessRecord(8, 0)] * 5
 
 
 def test_a_segment_behind_a_gap_is_known() -> None:
@@ -129,14 +117,6 @@ def test_the_latest_access_of_the_deepest_segment_counts() -> None:
     assert access_after([], 6, 4) == AccessRecord(6, 4)
 
 
-def test_a_store_without_a_match_has_its_own_record() -> None:
-    cluster = calm(regions=16)
-    writer = cluster.join(0)
-    prepare(cluster, writer, KEYS[2:5], 2)
-    reserved = [next(iter(copies(cluster, key).values())) for key in KEYS[2:5]]
-    assert [segment.hints.access for segment in reserved] == [AccessRecord(5, 2)] * 3
-
-
 def test_an_access_record_of_an_engine_is_ignored() -> None:
     cluster = calm(regions=16)
     writer = cluster.join(0)
@@ -144,7 +124,7 @@ def test_an_access_record_of_an_engine_is_ignored() -> None:
     lie = Hints(Outlook.GOES_ON, output_tokens=7, access=AccessRecord(900, 800, 70))
     reply = answer(cluster, writer.processes[0], engine.Match, join_keys(KEYS[:2]), 0.0, True, "", lie)
     tell(cluster, writer.processes[0], engine.Hint(join_keys(KEYS[:2]), lie, reply.lease))
-    tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    release(cluster, writer, reply.lease, 2)
     cluster.run_for(REPORTED_S)
     told = [segment.hints for key in KEYS[:2] for segment in copies(cluster, key).values()]
     assert {(hints.outlook, hints.output_tokens) for hints in told} == {(Outlook.GOES_ON, 7)}
@@ -188,33 +168,11 @@ def test_a_record_at_its_bounds_can_be_sent_on() -> None:
     assert decode(peer.peer_decoder, encode(told)) == told
 
 
-def test_a_reply_with_a_depth_beyond_its_keys_is_refused() -> None:
-    cluster = calm(2)
-    record = AccessRecord(9, 9)
-    reply = peer.LookupReply(1, 0, bytes([Code.MISSING]) * 4, (), (0.0, 0.0, 0.0), 0.0, 5, record, 1.0)
-    with pytest.raises(ValueError, match="known_depth 5 for 4 keys"):
-        cluster.core(0).handle(events.PeerSent("n1", reply), cluster.clock.now)
-
-
 # -- hints
 
 CHAT = Hints(Outlook.GOES_ON, "chat")
 OVER = Hints(Outlook.OVER, stop_reason="stop")
 CHAT_OVER = Hints(Outlook.OVER, "chat", "stop")
-
-
-def stored(cluster: Cluster, writer: Engine, keys: list[SegmentKey], hints: Hints | None) -> None:
-    """Store with hints, and let the messages arrive."""
-    process = writer.processes[0]
-    reply = answer(cluster, process, engine.Prepare, join_keys(keys), 0, "r", hints)
-    checksums = b"".join(part for key in keys for part in content("red", key))
-    for index, packed in enumerate(reply.slots[at : at + 16] for at in range(0, len(reply.slots), 16)):
-        for shard in range(SHARDS):
-            process.view(packed, keys[index]).write(shard, content("red", keys[index])[shard])
-    fields = reply.write, tuple(range(len(keys))), (1 << SHARDS) - 1, checksums
-    answer(cluster, process, engine.Commit, *fields)
-    cluster.run_for(0.5)
-    cluster.check()
 
 
 def hints_of(cluster: Cluster, key: SegmentKey) -> dict[int, Hints]:
@@ -226,11 +184,11 @@ def test_a_readers_hints_reach_the_owner() -> None:
     cluster = calm()
     writer, reader = cluster.join(2), cluster.join(1)
     keys = placed(cluster, 0, 2, 2)
-    stored(cluster, writer, keys, None)
+    store(cluster, writer, keys)
     assert hints_of(cluster, keys[0]) == {2: NO_HINTS}
     reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
     fetch(cluster, reader, reply.lease, 2)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    release(cluster, reader, reply.lease, 2)
     cluster.run_for(0.5)
     assert [hints_of(cluster, key) for key in keys] == [{1: CHAT, 2: CHAT}] * 2
     # A read without hints leaves the earlier ones.
@@ -239,64 +197,43 @@ def test_a_readers_hints_reach_the_owner() -> None:
     assert [hints_of(cluster, key) for key in keys] == [{1: CHAT, 2: CHAT}] * 2
 
 
-def test_late_hints_reach_every_copy_and_count_as_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a node with cached copies: the owner knows of no cached copies."""
+@pytest.mark.parametrize("how", ["cached copies", "remote segments", "a lease"])
+def test_late_hints_reach_every_copy_and_count_as_no_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner knows of no cached copies. Hints for a lease outlive its release. Those of another tenant have no
+    effect."""
     # The learned policy counts the age of a segment from its last hints.
     monkeypatch.setattr(context, "Forecast", LeastRecentlyUsed)
     cluster = calm()
-    writer, reader = cluster.join(2), cluster.join(1)
+    writer, reader, stranger = cluster.join(2), cluster.join(1), cluster.join(1, tenant="blue")
     keys = placed(cluster, 0, 1, 2)
-    stored(cluster, writer, keys, None)
-    reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
-    fetch(cluster, reader, reply.lease, 2)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
-    cluster.run_for(0.5)
+    store(cluster, writer, keys)
+    tell(cluster, writer.processes[0], engine.Hint(join_keys(keys), CHAT))
+    if how != "remote segments":
+        fields = join_keys(keys), 0.0, True, "r", CHAT
+        lease = answer(cluster, reader.processes[0], engine.Match, *fields).lease
+        fetch(cluster, reader, lease, 2)
+        if how == "cached copies":
+            release(cluster, reader, lease, 2)
+        cluster.run_for(0.5)
     touched = {node: segment.touched for node, segment in copies(cluster, keys[0]).items()}
-    tell(cluster, reader.processes[0], engine.Hint(join_keys(keys), OVER))
+    late = engine.Hint(b"", OVER, lease) if how == "a lease" else engine.Hint(join_keys(keys), OVER)
+    tell(cluster, reader.processes[0], late)
+    tell(cluster, stranger.processes[0], engine.Hint(join_keys(keys), CHAT))
+    if how == "a lease":
+        release(cluster, reader, lease, 2)
     cluster.run_for(0.5)
-    assert [hints_of(cluster, key) for key in keys] == [{1: CHAT_OVER, 2: CHAT_OVER}] * 2
-    assert {node: segment.touched for node, segment in copies(cluster, keys[0]).items()} == touched
+    told = {2: CHAT_OVER} if how == "remote segments" else {1: CHAT_OVER, 2: CHAT_OVER}
+    assert [hints_of(cluster, key) for key in keys] == [told] * 2
+    if how != "a lease":
+        assert {node: segment.touched for node, segment in copies(cluster, keys[0]).items()} == touched
     cluster.check()
-
-
-def test_late_hints_for_remote_segments_reach_the_owner() -> None:
-    cluster = calm()
-    writer, other = cluster.join(2), cluster.join(1)
-    keys = placed(cluster, 0, 1, 2)
-    stored(cluster, writer, keys, CHAT)
-    tell(cluster, other.processes[0], engine.Hint(join_keys(keys), OVER))
-    cluster.run_for(0.5)
-    assert [hints_of(cluster, key) for key in keys] == [{2: CHAT_OVER}] * 2
-
-
-def test_late_hints_for_a_lease_outlive_its_release() -> None:
-    cluster = calm()
-    writer, reader = cluster.join(2), cluster.join(1)
-    keys = placed(cluster, 0, 2, 2)
-    stored(cluster, writer, keys, None)
-    reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
-    fetch(cluster, reader, reply.lease, 2)
-    tell(cluster, reader.processes[0], engine.Hint(b"", CHAT_OVER, reply.lease))
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
-    cluster.run_for(0.5)
-    assert [hints_of(cluster, key) for key in keys] == [{1: CHAT_OVER, 2: CHAT_OVER}] * 2
-
-
-def test_hints_of_another_tenant_have_no_effect() -> None:
-    cluster = calm()
-    writer, stranger = cluster.join(0), cluster.join(0, tenant="blue")
-    keys = placed(cluster, 0, 1)
-    stored(cluster, writer, keys, CHAT)
-    tell(cluster, stranger.processes[0], engine.Hint(join_keys(keys), OVER))
-    cluster.run_for(0.5)
-    assert set(hints_of(cluster, keys[0]).values()) == {CHAT}
 
 
 def test_hints_of_several_requests_stay_apart() -> None:
     cluster = calm()
     reader = cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
-    stored(cluster, cluster.join(1), keys, None)
+    store(cluster, cluster.join(1), keys)
     assert turn(cluster, reader, keys) == 3
     before = len(said(cluster, 2, peer.Touched))
     process = reader.processes[0]
@@ -316,7 +253,7 @@ def test_reports_are_sent_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     cluster = calm()
     reader = cluster.join(2)
     (key,) = placed(cluster, 0, 1)
-    stored(cluster, cluster.join(1), [key], None)
+    store(cluster, cluster.join(1), [key])
     assert turn(cluster, reader, [key]) == 1
     before = len(said(cluster, 2, peer.Touched))
     for number in range(9):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.core.scenes import (
     answer,
-    ask,
     calm,
     copies,
     fetch,
@@ -12,23 +11,23 @@ from tests.core.scenes import (
     match,
     missed,
     offer,
-    placed,
+    read,
+    release,
     said,
     store,
+    stored,
     supplied,
     tell,
 )
 from tests.sim.cluster import Cluster
-from tests.sim.engine import SEGMENT_TOKENS, Engine
+from tests.sim.engine import SEGMENT_TOKENS
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.cluster.transfers import CORRUPT
-from tokenlake.core.engines.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
+from tokenlake.core.engines.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED
+from tokenlake.core.instructions import CheckSlot, StartFetch
 from tokenlake.core.report.account import Source
 from tokenlake.identity import SegmentKey
-from tokenlake.memory import Kind
-from tokenlake.memory.removals import CORRUPT_RULE
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
@@ -41,60 +40,12 @@ def flip(cluster: Cluster, node: int, key: SegmentKey) -> None:
     cluster.node(node).arena.flip(copies(cluster, key)[node].place, 0)
 
 
-def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Code]:
-    """Match all of these, fetch them, and release them. The codes of the fetch."""
-    lease = match(cluster, reader, keys)
-    assert lease.hits == len(keys)
-    codes = fetch(cluster, reader, lease.lease, lease.hits).codes
-    tell(cluster, reader.processes[0], engine.Release(((lease.lease, 0, lease.hits),)))
-    return [Code(code) for code in codes]
-
-
-def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
-    """The rule by which a segment left the pool, as its directory node answers another node."""
-    question = events.PeerSent("n0", peer.ExplainMissing(1, "red", key))
-    out = cluster.core(directory_node).handle(question, cluster.clock.now)
-    (reply,) = (each.message for each in out if isinstance(each, SendToPeer))
-    assert isinstance(reply, peer.ExplainMissingReply)
-    return reply.rules[0]
-
-
-def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
-    cluster = calm(4)
-    local, reader, early = (cluster.join(node) for node in (0, 2, 3))
-    # The directory node is the reader itself and the other candidate the owner: no other node is asked for a copy.
-    (key,) = placed(cluster, 2, 0)
-    store(cluster, local, [key])
-    fetched(cluster, early, [key])
-    flip(cluster, 0, key)
-
-    assert fetched(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
-    cluster.run_for(0.1)
-    assert cluster.core(2).counters[CORRUPT] == 1
-    assert missed(cluster.core(2).counters) == {"lost": SEGMENT_TOKENS}
-    assert cluster.core(0).counters[REPORTED] == cluster.core(0).counters[CONFIRMED] == 1
-    assert kinds(cluster, key) == {3: Kind.CACHED}, "copies of other nodes stay"
-    assert rule_of(cluster, 2, key) == CORRUPT_RULE
-    for asking in (local, reader):
-        assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
-
-    store(cluster, reader, [key])
-    assert kinds(cluster, key)[2] is Kind.PRIMARY
-    assert fetched(cluster, local, [key]) == fetched(cluster, reader, [key]) == [Code.LOCAL]
-    cluster.check()
-    cluster.settle()
-    cluster.check_settled()
-
-
 def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 1, 0)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(pair=(1, 0))
     (key,) = keys
     assert sorted(copies(cluster, key)) in ([0], [0, 1])
     if 1 not in copies(cluster, key):
-        fetched(cluster, cluster.join(1), [key])
+        read(cluster, cluster.join(1), [key])
     lease = match(cluster, reader, [key])
     where = answer(cluster, reader.processes[0], engine.Locate, lease.lease)
     source = {"n0": 0, "n1": 1}[where.nodes[where.owners[0]]]
@@ -107,7 +58,7 @@ def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
     cluster.run_for(0.1)
     assert set(copies(cluster, key)) == {1 - source, 2}
     counters = cluster.core(2).counters
-    tell(cluster, reader.processes[0], engine.Release(((lease.lease, 0, 1),), True))
+    release(cluster, reader, lease.lease, 1, read=True)
     assert (supplied(counters, Source.FETCHED), missed(counters)) == (SEGMENT_TOKENS, {})
 
 
@@ -186,30 +137,8 @@ def test_reporters_take_turns_with_bounded_queues() -> None:
     cluster.check()
 
 
-def test_a_wrong_copy_of_a_silent_directory_node() -> None:
-    """A wrong copy is dropped while its directory node is silent."""
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(2)
-    (key,) = placed(cluster, 1, 0)
-    store(cluster, writer, [key])
-    cluster.node(1).freeze()
-    flip(cluster, 0, key)
-    lease = match(cluster, writer, [key])
-    tell(cluster, writer.processes[0], engine.Corrupt(lease.lease, 0))
-    cluster.run_for(0.02)
-    assert kinds(cluster, key) == {}
-    cluster.node(1).thaw()
-    cluster.run_for(0.5)
-    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
-    cluster.check()
-    cluster.settle()
-    cluster.check_settled()
-
-
 def test_a_handover_of_wrong_bytes_drops_the_owners_copy() -> None:
-    cluster = calm(3)
-    (key,) = placed(cluster, 1, 2)
-    store(cluster, cluster.join(0), [key])
+    cluster, _, (key,) = stored(pair=(1, 2))
     flip(cluster, 0, key)
     offer(cluster, 0, 2, [key])
     cluster.run_for(3.0)
@@ -218,22 +147,4 @@ def test_a_handover_of_wrong_bytes_drops_the_owners_copy() -> None:
     assert cluster.core(0).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {}
     assert match(cluster, cluster.join(0), [key]).codes == bytes([Code.MISSING])
-    cluster.check()
-
-
-def test_a_match_under_way_leases_no_dropped_copy() -> None:
-    cluster = calm(3)
-    writer, reader = cluster.join(0), cluster.join(0)
-    (key,) = placed(cluster, 0, 1)
-    store(cluster, writer, [key])
-    flip(cluster, 0, key)
-    for node in (1, 2):
-        cluster.node(node).freeze()
-    replies = ask(reader.processes[0], engine.Match, join_keys([key, *placed(cluster, 1, 2)]), 0.0)
-    cluster.run_for(0.003)
-    assert copies(cluster, key)[0].pins == 1
-    cluster.node(0).deliver(events.PeerSent("n1", peer.Corrupt("red", key)))
-    cluster.run_for(0.1)
-    assert cluster.core(0).counters[CONFIRMED] == 1
-    assert [reply.hits for reply in replies] == [0]
     cluster.check()

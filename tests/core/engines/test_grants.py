@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from tests.core.scenes import answer, calm, match, missed, prepare, store, supplied, tell
+from tests.core.scenes import answer, calm, match, prepare, release, store
 from tests.sim.prompts import prompt
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.engines import grants
 from tokenlake.core.engines.access import Touches
 from tokenlake.core.engines.grants import Grants, Lease, SessionGrants, Write
-from tokenlake.core.instructions import SendToPeer
-from tokenlake.core.report.account import Account, Source
+from tokenlake.core.report.account import Account
 from tokenlake.core.report.misses import Beyond
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, TenantId, WriteId
-from tokenlake.memory import Kind, Segment, State
-from tokenlake.wire import Code, engine, peer
+from tokenlake.memory import Kind, Segment
+from tokenlake.wire import Code, engine
 
 RED, SLOT_BYTES, TOKENS = TenantId("red"), 1024, 16
 ONE, TWO = ConnectionId(1), ConnectionId(2)
@@ -32,15 +29,14 @@ def key(number: int) -> SegmentKey:
 
 
 class Scene:
-    """A node with eight slots and one session of `processes`."""
+    """A node with eight slots, and one session."""
 
     def __init__(self) -> None:
         self.context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 1, 8 * SLOT_BYTES))
         peers = Peers(self.context, *4 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
-        self.withdrawn: list[SegmentKey] = []
         touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None)
-        self.grants = Grants(self.context, peers, touches, lambda tenant, keys: self.withdrawn.extend(keys))
+        self.grants = Grants(self.context, peers, touches, lambda tenant, keys: None)
         self.session = SessionGrants(RED, SLOT_BYTES, TOKENS)
 
     def reserve(self, number: int) -> Segment:
@@ -48,24 +44,20 @@ class Scene:
         assert isinstance(segment, Segment)
         return segment
 
-    def write(self, count: int, *connections: ConnectionId) -> Write:
-        write = Write(WriteId(7), connections[0])
-        write.open = {number: self.reserve(number) for number in range(count)}
+    def write(self) -> Write:
+        write = Write(WriteId(7), ONE)
+        write.open = {0: self.reserve(0)}
         self.grants.add_write(self.session, write)
-        for connection in connections[1:]:
-            assert self.grants.attach(self.session, write, connection)
         return write
 
-    def lease(self, places: Sequence[NodeId | None]) -> Lease:
-        """One item per place: None is a segment of this node."""
-        segments = [self.reserve(number) if place is None else None for number, place in enumerate(places)]
+    def lease(self, count: int) -> Lease:
+        segments: list[Segment | None] = [self.reserve(number) for number in range(count)]
         for segment in segments:
-            if segment is not None:
-                self.context.store.publish(segment, b"", 0.0)
-        keys = [key(number) for number in range(len(places))]
-        remote_leases = [(OTHER, 4711)] if OTHER in places else []
-        account = Account(RED, TOKENS, SLOT_BYTES, len(keys), 0, range(len(keys)), Beyond())
-        lease = Lease(LeaseId(9), keys, ONE, NO_HINTS, account, segments, places, remote_leases)
+            assert segment is not None
+            self.context.store.publish(segment, b"", 0.0)
+        keys = [key(number) for number in range(count)]
+        account = Account(RED, TOKENS, SLOT_BYTES, count, 0, range(count), Beyond())
+        lease = Lease(LeaseId(9), keys, ONE, NO_HINTS, account, segments, [None] * count, [])
         self.grants.add_lease(self.session, lease)
         return lease
 
@@ -75,123 +67,34 @@ class Scene:
         pins = list(self.session.pins())
         assert all(segment.pins == pins.count(segment) for segment in self.context.store.segments())
 
-    def released(self) -> list[tuple[int, ...]]:
-        frames = [each.message for each in self.context.out if isinstance(each, SendToPeer)]
-        return [frame.leases for frame in frames if isinstance(frame, peer.ReleaseLease)]
 
-
-def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
+@pytest.mark.parametrize(
+    ("given_back", "touched"),
+    [
+        ([(0.0, TWO, 0, 2), (1.0, ONE, 0, 1), (2.0, ONE, 1, 2)], [2.0, 2.0]),
+        ([(1.0, ONE, 1, 2), (1.0, TWO, 1, 2), (2.0, ONE, 0, 1), (2.0, TWO, 0, 1)], [2.0, 1.0]),
+    ],
+    ids=["beginning first", "deepest first"],
+)
+def test_a_beginning_counts_as_read_last(
+    given_back: list[tuple[float, ConnectionId, int, int]], touched: list[float]
+) -> None:
+    """A beginning that the last process gave back first counts as read with the rest, and once where two processes gave
+    back the deepest items first."""
     scene = Scene()
-    lease = scene.lease([None, None])
-    assert scene.grants.attach_lease(scene.session, lease, TWO)
-    scene.grants.release(scene.session, ONE, [(lease, 0, 2)], False)
-    scene.check()
-    assert (scene.session.leased, scene.session.pinned) == (2, 2)
-    scene.grants.release(scene.session, TWO, [(lease, 1, 2), (lease, 1, 9)], False)
-    scene.check()
-    assert [lease.code(0), lease.code(1)] == [Code.LOCAL, Code.LOST]
-    scene.grants.release(scene.session, TWO, [(lease, 0, 1), (lease, 0, 2)], False)
-    assert not scene.session.leases
-    scene.check()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_beginning_given_back_first(processes: int) -> None:
-    """A beginning that the last process gave back first counts as read last."""
-    scene = Scene()
-    lease = scene.lease([None, None])
-    segments = [segment for segment in lease.segments if segment is not None]
-    if processes == 2:
-        assert scene.grants.attach_lease(scene.session, lease, TWO)
-        scene.grants.release(scene.session, TWO, [(lease, 0, 2)], False)
-    scene.context.now = 1.0
-    scene.grants.release(scene.session, ONE, [(lease, 0, 1)], False)
-    scene.context.now = 2.0
-    scene.grants.release(scene.session, ONE, [(lease, 1, 2)], False)
-    assert [segment.touched for segment in segments] == [2.0, 2.0]
-    scene.check()
-
-
-def test_a_beginning_of_two_processes() -> None:
-    """The beginning counts as read once where two processes gave back the deepest items first."""
-    scene = Scene()
-    lease = scene.lease([None, None])
+    lease = scene.lease(2)
     segments = [segment for segment in lease.segments if segment is not None]
     assert scene.grants.attach_lease(scene.session, lease, TWO)
-    for now, start in ((1.0, 1), (2.0, 0)):
+    for now, connection, start, stop in given_back:
         scene.context.now = now
-        for connection in (ONE, TWO):
-            scene.grants.release(scene.session, connection, [(lease, start, start + 1)], False)
-    assert [segment.touched for segment in segments] == [2.0, 1.0]
-    scene.check()
-
-
-def test_the_end_of_a_lease_releases_the_leases_at_other_nodes() -> None:
-    scene = Scene()
-    lease = scene.lease([None, OTHER, OTHER])
-    scene.grants.release(scene.session, ONE, [(lease, 0, 2)], True)
-    assert scene.released() == []
-    scene.grants.release(scene.session, ONE, [(lease, 2, 3)], False)
-    assert scene.released() == [(4711,)]
-    counters = scene.context.counters
-    assert (supplied(counters, Source.LOCAL), supplied(counters, Source.SHIPPED)) == (TOKENS, TOKENS)
-    assert missed(counters) == {"skipped": TOKENS}
-
-
-def test_a_fetched_item_counts_as_one_slot() -> None:
-    scene = Scene()
-    lease = scene.lease([OTHER])
-    for _ in range(2):
-        scene.grants.item_expected(scene.session, lease, 0)
-    assert scene.session.coming == 1
-    segment = scene.reserve(0)
-    scene.context.store.publish(segment, b"", 0.0)
-    scene.grants.item_settled(scene.session, lease, 0)
-    scene.grants.item_arrived(scene.session, lease, 0, segment)
-    scene.grants.item_settled(scene.session, lease, 0)
-    assert (scene.session.coming, scene.session.pinned, lease.code(0)) == (0, 1, Code.LOCAL)
-    scene.check()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_remote_items_count_at_once_for_several_processes(processes: int) -> None:
-    scene = Scene()
-    scene.write(1, ONE)
-    share = scene.grants.may_lease(scene.session, [scene.reserve(5)] * 20, processes)
-    assert 2 <= share < 20
-    assert scene.grants.may_lease(scene.session, [None] * 20, processes) == (2 * share if processes == 1 else share)
-
-
-def test_a_slot_stays_pinned_for_the_second_process() -> None:
-    scene = Scene()
-    write = scene.write(2, ONE, TWO)
-    scene.grants.give_back(scene.session, write, ONE)
-    scene.check()
-    assert scene.session.reserved == 2
-    assert scene.withdrawn == []
-    scene.grants.give_back(scene.session, write, TWO, [1])
-    assert (scene.session.reserved, scene.withdrawn) == (1, [key(1)])
-    scene.grants.committed(scene.session, write, 0)
-    assert not scene.session.writes
-
-
-def test_an_expired_write_keeps_only_slots_that_may_be_written() -> None:
-    scene = Scene()
-    write = scene.write(2, ONE)
-    segments = list(write.open.values())
-    scene.grants.filled(write, ONE, 0)
-    scene.grants.expire(scene.session, write)
-    scene.grants.expire(scene.session, write)
-    assert scene.withdrawn == [key(0), key(1)]
-    assert [(segment.state, segment.pins) for segment in segments] == [(State.GONE, 0), (State.GONE, 1)]
-    scene.session.check_integrity()
-    scene.grants.give_back(scene.session, write, ONE)
-    assert not scene.session.writes
+        scene.grants.release(scene.session, connection, [(lease, start, stop)], False)
+        scene.check()
+    assert [segment.touched for segment in segments] == touched
 
 
 def test_grants_move_to_a_new_connection() -> None:
     scene = Scene()
-    write = scene.write(1, ONE)
+    write = scene.write()
     scene.session.move(ONE, TWO)
     scene.grants.give_back(scene.session, write, ONE)
     assert scene.session.reserved == 1
@@ -214,7 +117,7 @@ def test_leases_of_a_session_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
     assert match(cluster, other, keys).hits == 2
     cluster.check()
     for reply in replies[:5]:
-        tell(cluster, engine_.processes[0], engine.Release(((reply.lease, 0, 2),)))
+        release(cluster, engine_, reply.lease, 2)
     assert match(cluster, engine_, keys).hits == 2
     cluster.check()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.scenes import ask, calm, kinds, match, offer, placed, prepare, said, store, tell
+from tests.core.scenes import ROOMY, calm, kinds, match, offer, release, said, store, tell
 from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
@@ -21,8 +21,6 @@ from tokenlake.memory import Kind
 from tokenlake.memory import store as store_module
 from tokenlake.memory.region import PAGE
 from tokenlake.wire import Code, engine, peer
-
-ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
 
 
 def regions(cluster: Cluster, tenant: str, node: int = 0) -> int:
@@ -39,7 +37,7 @@ def write(cluster: Cluster, writer: Engine, name: str, segments: int) -> None:
 
 def hits(cluster: Cluster, reader: Engine, name: str, segments: int) -> int:
     reply = match(cluster, reader, prompt(name, segments))
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, segments),)))
+    release(cluster, reader, reply.lease, segments)
     return reply.hits
 
 
@@ -139,48 +137,6 @@ def test_a_tenant_that_uses_nothing_keeps_nothing(leaves: bool) -> None:
     cluster.check()
 
 
-def test_two_layouts_of_a_tenant_share_by_use() -> None:
-    """Engines of the first layout, which took all memory, go on writing, twice as many bytes as those of the second."""
-    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), 4, 8 * 4096, **ROOMY))  # type: ignore[arg-type]
-    core.start(0.0)
-    now, last = 0.0, 1
-    deliver: collections.deque[events.Event] = collections.deque()
-
-    def handle(event: events.Event) -> list[Any]:
-        deliver.append(event)
-        answers: list[Any] = []
-        while deliver:
-            for instruction in core.handle(deliver.popleft(), now):
-                if isinstance(instruction, MakeRegion):
-                    deliver.append(events.RegionReady(instruction.region))
-                answers.append(getattr(instruction, "message", None))
-        core.check_integrity()
-        return answers
-
-    def write(connection: int) -> None:
-        nonlocal now, last
-        last += 1
-        for reply in handle(events.Requested(connection, engine.Prepare(last, prompt(f"p{last}", 1)[0], 0))):
-            if isinstance(reply, engine.Prepared) and reply.write:
-                handle(events.Requested(connection, engine.Commit(last, reply.write, (0,), 1, bytes(8))))
-        now += 0.02
-        while (wake := core.next_wake()) is not None and wake <= now:
-            handle(events.Tick())
-
-    def taken() -> dict[int, int]:
-        return {pool.slot_bytes: len(pool.regions) for pool in core.store.pools()}
-
-    handle(events.Joined(1, 1, "red", 4096, 1, 16, 0, 0))
-    for _ in range(40):
-        write(1)
-    assert taken() == {4096: 4}
-    handle(events.Joined(2, 1, "red", 2048, 1, 16, 0, 0))
-    for _ in range(400):
-        write(1)
-        write(2)
-    assert taken() == {4096: 3, 2048: 1}
-
-
 def leased_in_each_region(cluster: Cluster, reader: Engine, count: int) -> dict[int, list[int]]:
     """Fill `count` regions with prompts of one segment, and lease them all. Returns the leases by region."""
     leases: dict[int, list[int]] = collections.defaultdict(list)
@@ -199,7 +155,7 @@ def draining(cluster: Cluster) -> int:
     return region
 
 
-def release(cluster: Cluster, reader: Engine, leases: list[int]) -> None:
+def give_back(cluster: Cluster, reader: Engine, leases: list[int]) -> None:
     tell(cluster, reader.processes[0], engine.Release(tuple((lease, 0, 1) for lease in leases)))
 
 
@@ -212,7 +168,7 @@ def test_one_unreleased_lease_stops_no_handover() -> None:
     cluster.run_for(1.0)
     stuck = draining(cluster)
     for region in leases:
-        release(cluster, red, leases[region][region == stuck :])
+        give_back(cluster, red, leases[region][region == stuck :])
     cluster.run_for(DRAIN_ALONE_S)
     assert (regions(cluster, "red"), regions(cluster, "blue")) == (3, 1)
     for turn in range(8):
@@ -247,12 +203,12 @@ def test_a_region_that_is_always_leased_is_passed_over() -> None:
     cluster.join(0, tenant="blue")
     cluster.run_for(1.0)
     stuck = draining(cluster)
-    release(cluster, red, leases.pop(stuck)[1:])
+    give_back(cluster, red, leases.pop(stuck)[1:])
     names = {region: [f"alone {region * SLOTS + at}" for at in range(SLOTS)] for region in leases}
     for turn in range(int(4 * PATIENCE_S)):
         for region, held in leases.items():
             renewed = match(cluster, red, prompt(names[region][turn % SLOTS], 1)).lease
-            release(cluster, red, held)
+            give_back(cluster, red, held)
             held[:] = [renewed] if renewed else []
         cluster.run_for(1.0)
     assert (regions(cluster, "red"), regions(cluster, "blue")) == (3, 1)
@@ -284,32 +240,6 @@ def test_a_handover_gets_memory_where_another_tenant_had_all() -> None:
     cluster.check()
 
 
-def test_a_refusal_names_the_quota() -> None:
-    cluster = calm(1, regions=4, quotas={"red": 0.25}, **ROOMY)
-    red, blue = cluster.join(0), cluster.join(0, tenant="blue")
-    write(cluster, red, "leased", SLOTS)
-    assert match(cluster, red, prompt("leased", SLOTS)).hits == SLOTS
-    assert prepare(cluster, red, prompt("refused", 2)).codes == bytes([Code.QUOTA] * 2)
-    assert prepare(cluster, blue, prompt("refused", 2)).codes == bytes([Code.RESERVED] * 2)
-
-
-def test_a_new_tenant_gets_a_region_without_engines() -> None:
-    cluster = calm(regions=2)
-    red = cluster.join(0)
-    store(cluster, red, placed(cluster, 0, 1, 3))
-    while cluster.core(0).store.regions.spare:
-        store(cluster, red, placed(cluster, 0, 1, 2, f"more {cluster.clock.now}"))
-    red.die()
-    cluster.run_for(0.01)
-    blue = cluster.join(0, tenant="blue")
-    cluster.run_for(0.05)
-    assert len(said(cluster, 0, CloseRegion)) == 1
-    keys = placed(cluster, 0, 1)
-    store(cluster, blue, keys)
-    assert match(cluster, blue, keys).hits == 1
-    assert not ask(red.processes[0], engine.Heartbeat)
-
-
 def test_one_region_is_taken_from_one_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """The region is emptied in slices. All slices evict segments of one tenant, though several have no engines."""
     monkeypatch.setattr(store_module, "RECLAIM_EVICTIONS", 1)
@@ -332,7 +262,7 @@ class Alone:
     """One node whose memory has 8 pages per region; its driver makes regions at once."""
 
     def __init__(self, regions: int, **config: Any) -> None:
-        self.core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions, 8 * PAGE, **ROOMY, **config))  # type: ignore[arg-type]
+        self.core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions, 8 * PAGE, **ROOMY, **config))
         self.core.start(0.0)
         self.now, self.last = 0.0, 1
         self.making: list[MakeRegion] = []
@@ -369,6 +299,20 @@ class Alone:
 
     def slots(self) -> dict[int, int]:
         return {pool.slot_bytes: pool.slots for pool in self.core.store.pools()}
+
+
+def test_two_layouts_of_a_tenant_share_by_use() -> None:
+    """Engines of the first layout, which took all memory, go on writing, twice as many bytes as those of the second."""
+    node = Alone(4)
+    node.join(1, 2 * PAGE)
+    for turn in range(40):
+        node.store(1, f"first {turn}")
+    assert node.slots() == {2 * PAGE: 16}
+    node.join(2, PAGE)
+    for turn in range(400):
+        node.store(1, f"large {turn}")
+        node.store(2, f"small {turn}")
+    assert node.slots() == {2 * PAGE: 12, PAGE: 8}
 
 
 def test_memory_is_made_some_regions_at_a_time() -> None:

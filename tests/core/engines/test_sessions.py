@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.scenes import answer, calm, copies, fetch, match, most_at_once, placed, prepare, said, store
+from tests.core.scenes import (
+    answer,
+    calm,
+    fetch,
+    match,
+    most_at_once,
+    placed,
+    prepare,
+    said,
+    store,
+    stored,
+)
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
@@ -16,21 +27,6 @@ from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
-
-
-def test_a_dead_session_frees_its_slots() -> None:
-    cluster = calm()
-    engine_ = cluster.join(0, processes=2)
-    cluster.run_for(0.01)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, engine_, keys)
-    match(cluster, engine_, keys)
-    prepare(cluster, engine_, placed(cluster, 0, 1, 2, "more"))
-    assert not cluster.core(0).idle()
-    engine_.die()
-    cluster.run_for(0.5)
-    assert cluster.core(0).idle()
-    assert not cluster.core(0).census()["sessions"]
 
 
 def test_an_expired_write_keeps_its_slots_quarantined() -> None:
@@ -89,10 +85,7 @@ def test_each_tenant_has_its_part_of_the_sessions() -> None:
 
 
 def test_remote_leases_are_renewed_until_the_engine_ends() -> None:
-    cluster = calm(peer_lease_s=1.0)
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(2, peer_lease_s=1.0)
     lease = match(cluster, reader, keys).lease
     for _ in range(6):
         cluster.run_for(0.5)
@@ -106,10 +99,7 @@ def test_remote_leases_are_renewed_until_the_engine_ends() -> None:
 
 def test_remote_leases_are_renewed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "PIECE", 2)
-    cluster = calm(peer_lease_s=1.0)
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 1)
-    store(cluster, writer, keys)
+    cluster, reader, keys = stored(peer_lease_s=1.0)
     leases = [match(cluster, reader, keys).lease for _ in range(5)]
     for _ in range(6):
         cluster.run_for(0.5)
@@ -118,23 +108,6 @@ def test_remote_leases_are_renewed_some_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert most_at_once(cluster, 2, peer.RenewLease) == 1
     assert list(fetch(cluster, reader, leases[0], 1).codes) == [Code.LOCAL]
     assert cluster.core(0).census()["leases to peers"] == 5
-
-
-def test_a_silent_process_keeps_its_lease() -> None:
-    cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
-    silent, other = cluster.join(0), cluster.join(0)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, silent, keys)
-    reply = match(cluster, silent, keys)
-    silent.silent_until = cluster.clock.now + 60.0
-    for turn in range(8):
-        store(cluster, other, placed(cluster, 0, 1, 4, f"turn {turn}"))
-    assert [copies(cluster, key)[0].packed for key in keys] == [reply.slots[at : at + 16] for at in (0, 16, 32)]
-    silent.die()
-    cluster.run_for(0.1)
-    for turn in range(8):
-        store(cluster, other, placed(cluster, 0, 1, 4, f"again {turn}"))
-    assert not any(0 in copies(cluster, key) for key in keys)
 
 
 def large() -> tuple[Cluster, Engine, list[SegmentKey]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.core.scenes import answer, calm, fetch, match, placed, said, store
+from tests.core.scenes import answer, calm, match, placed, read, said, store, stored
 from tests.core.test_disk import on_disk, slow_down
 from tests.sim.cluster import Cluster
 from tests.sim.prompts import prompt
@@ -28,40 +28,21 @@ def located(cluster: Cluster, node: int, keys: Sequence[SegmentKey], tenant: str
     return [[answer.nodes[number] for number in owners] for owners in answer.owners]
 
 
-@pytest.mark.parametrize("asked", [0, 1, 2])
-def test_every_node_finds_the_owner(asked: int) -> None:
-    cluster = calm()
-    known, unknown = placed(cluster, 1, 2, 2), placed(cluster, 1, 2, 3)[2:]
-    store(cluster, cluster.join(0), known)
-    assert located(cluster, asked, [*known, *unknown]) == [["n0"], ["n0"], []]
-    assert cluster.core(0).census()["leases to peers"] == 0
-
-
-def test_a_cached_copy_and_its_owner_are_both_named() -> None:
-    cluster = calm()
-    keys = placed(cluster, 1, 0, 1)
-    store(cluster, cluster.join(0), keys)
-    reader = cluster.join(2)
-    reply = match(cluster, reader, keys)
-    fetch(cluster, reader, reply.lease, 1)
+def test_every_node_finds_the_owner() -> None:
+    """And cached copies of its own. A tenant finds only its own segments. A silent directory node makes misses, after
+    the deadline."""
+    cluster, reader, keys = stored(pair=(1, 2))
+    unknown = placed(cluster, 1, 2, 2)[1:]
+    for asked in range(3):
+        assert located(cluster, asked, [*keys, *unknown]) == [["n0"], []]
+        assert located(cluster, asked, keys, "blue") == [[]]
+    read(cluster, reader, keys)
     assert located(cluster, 2, keys) == [["n2", "n0"]]
-    assert located(cluster, 1, keys) == [["n0"]]
-
-
-def test_a_tenant_finds_only_its_own_segments() -> None:
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 1)
-    store(cluster, cluster.join(0), keys)
-    assert [located(cluster, node, keys, "blue") for node in range(3)] == [[[]]] * 3
-
-
-def test_a_silent_directory_node_makes_misses_after_the_deadline() -> None:
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 1)
-    store(cluster, cluster.join(0), keys)
+    assert located(cluster, 0, keys) == [["n0"]]
+    assert cluster.core(0).census()["leases to peers"] == 0
     cluster.node(1).freeze()
-    assert located(cluster, 2, keys) == [[]]
-    assert cluster.core(2).census()["surveys"] == 0
+    assert located(cluster, 0, unknown) == [[]]
+    assert cluster.core(0).census()["surveys"] == 0
 
 
 def seconds(cluster: Cluster, node: int, keys: Sequence[SegmentKey]) -> list[float]:
@@ -111,9 +92,7 @@ def test_a_reply_that_marks_other_keys_than_its_own_is_refused() -> None:
 
 def test_an_owner_silent_about_its_disk_is_named() -> None:
     """An owner that is silent about its disk is named all the same."""
-    cluster = calm()
-    keys = placed(cluster, 1, 2, 1)
-    store(cluster, cluster.join(0), keys)
+    cluster, _, keys = stored(pair=(1, 2))
     cluster.node(0).freeze()
     assert seconds(cluster, 2, keys) == []
     assert cluster.core(2).census()["surveys"] == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.core.scenes import ask, calm, copies, match, missed, placed, said, store, tell
+from tests.core.scenes import ask, calm, copies, missed, placed, release, said, store, tell
 from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
@@ -12,7 +14,6 @@ from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.engines import waiting
 from tokenlake.core.engines.waiting import (
-    DEFERRED_WAITS,
     IN_FLIGHT_MARKERS,
     IN_FLIGHT_WAITS,
     MAX_IN_FLIGHT_WAIT_S,
@@ -72,12 +73,6 @@ def test_one_engine_computes_and_all_read() -> None:
     assert sum(core.counters[IN_FLIGHT_WAITS] for core in cores) == 7
     cluster.settle()
     cluster.check_settled()
-
-
-def test_no_match_waits_without_a_wait_time() -> None:
-    cluster, engines, keys = scene()
-    _, computed = crowd(cluster, engines, keys, 0.0)
-    assert len(computed) == len(engines)
 
 
 def test_a_marker_that_ends_hands_the_work_on() -> None:
@@ -154,31 +149,20 @@ def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     cluster.check_settled()
 
 
-def test_death_before_a_marker_is_granted() -> None:
+@pytest.mark.parametrize("polled", [False, True], ids=["at its lookup", "at its poll"])
+def test_death_before_a_marker_is_granted(polled: bool) -> None:
     """An engine that dies before its marker is granted keeps no other from computing."""
     cluster, engines, keys = scene(each=1)
+    if polled:
+        prepared = ask(engines[0].processes[0], engine.Prepare, keys[0], 0)
+        cluster.run_for(0.05)
     wait_for(engines[3], keys[:1], 5.0)
+    if polled:
+        cluster.run_for(0.2)
+        tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
+    before = len(said(cluster, 3, peer.Lookup)) if polled else 0
     until = cluster.clock.now + 1.0
-    while not any(each.marker_s for each in said(cluster, 3, peer.Lookup)) and cluster.clock.now < until:
-        cluster.run_for(0.0001)
-    cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
-    cluster.run_for(0.05)
-    waiting = wait_for(engines[2], keys[:1], 5.0)
-    cluster.run_for(0.3)
-    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
-
-
-def test_death_while_a_poll_is_answered() -> None:
-    """An engine that dies while its poll is answered keeps no other from computing."""
-    cluster, engines, keys = scene(each=1)
-    prepared = ask(engines[0].processes[0], engine.Prepare, keys[0], 0)
-    cluster.run_for(0.05)
-    wait_for(engines[3], keys[:1], 5.0)
-    cluster.run_for(0.2)
-    tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
-    before = len(said(cluster, 3, peer.Lookup))
-    until = cluster.clock.now + 1.0
-    while len(said(cluster, 3, peer.Lookup)) == before and cluster.clock.now < until:
+    while not any(each.marker_s for each in said(cluster, 3, peer.Lookup)[before:]) and cluster.clock.now < until:
         cluster.run_for(0.0001)
     cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
     cluster.run_for(0.05)
@@ -219,23 +203,10 @@ def test_a_lookup_that_was_not_answered_is_repeated(silent: str) -> None:
     cluster.run_for(config.suspect_s)
     assert waiting[0].codes == bytes([Code.REMOTE])
     assert cluster.core(3).counters[UNANSWERED_WAITS] == 1
+    release(cluster, engines[3], waiting[0].lease, 1)
+    assert missed(cluster.core(3).counters) == {"skipped": SEGMENT_TOKENS}, "the node does not count as slow"
     cluster.settle()
     cluster.check_settled()
-
-
-def test_a_node_that_answers_after_a_wait_does_not_count_as_slow() -> None:
-    cluster, engines, keys = scene(each=1)
-    store(cluster, engines[1], keys[:1])
-    config = cluster.core(3).config
-    cluster.node(1).freeze()
-    waiting = wait_for(engines[3], keys[:1], 2.0)
-    cluster.run_for(2 * config.match_deadline_s)
-    assert waiting == []
-    cluster.node(1).thaw()
-    cluster.run_for(config.suspect_s)
-    assert waiting[0].codes == bytes([Code.REMOTE])
-    tell(cluster, engines[3].processes[0], engine.Release(((waiting[0].lease, 0, 1),)))
-    assert missed(cluster.core(3).counters) == {"skipped": SEGMENT_TOKENS}
 
 
 def test_lookups_of_a_frozen_node_are_repeated() -> None:
@@ -267,30 +238,6 @@ def test_a_waiting_match_asks_one_directory_node() -> None:
     tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
     cluster.run_for(0.2)
     assert waiting[0].codes[0] == Code.MISSING
-
-
-def test_a_deferred_match_waits_until_it_is_served() -> None:
-    """Two frozen readers are being sent the segment; the third match waits for as long as these transfers may take."""
-    cluster = calm(6)
-    engines = [cluster.join(node) for node in range(6)]
-    cluster.run_for(0.1)
-    (key,) = placed(cluster, 0, 1)
-    store(cluster, engines[0], [key])
-    cluster.run_for(1.0)
-    for sends, reader in enumerate(engines[2:4], 1):
-        found = match(cluster, reader, [key])
-        ask(reader.processes[0], engine.Fetch, found.lease, 0, 1, 0.0)
-        until = cluster.clock.now + 1.0
-        while cluster.core(0).census()["sends"] < sends and cluster.clock.now < until:
-            cluster.run_for(0.00005)
-        reader.node.freeze()
-    waiting = wait_for(engines[4], [key], 5.0)
-    cluster.run_for(0.01)
-    assert waiting == []
-    cluster.run_for(0.2)
-    assert [list(reply.codes) for reply in waiting] == [[Code.REMOTE]]
-    counters = cluster.core(4).counters
-    assert (counters[DEFERRED_WAITS], counters[IN_FLIGHT_WAITS], counters[IN_FLIGHT_MARKERS]) == (1, 0, 0)
 
 
 # -- markers of engines
@@ -333,18 +280,6 @@ def test_a_rest_without_markers_is_computed_by_the_reader() -> None:
     assert [(reply.hits, reply.codes[2]) for reply in waiting] == [(2, Code.MISSING)]
 
 
-def test_a_withdrawn_marker_ends_the_wait() -> None:
-    cluster, writer, reader, keys = marked()
-    store(cluster, writer, keys[:1])
-    mark(cluster, writer, keys, 5.0)
-    waiting = wait_for(reader, keys, 5.0)
-    cluster.run_for(0.3)
-    assert waiting == []
-    mark(cluster, writer, keys, 0.0)
-    cluster.run_for(0.3)
-    assert [(reply.hits, reply.codes[1]) for reply in waiting] == [(1, Code.MISSING)]
-
-
 @pytest.mark.parametrize("directory_node", [0, 1, 2], ids=["writer", "third node", "reader"])
 def test_a_match_before_the_markers_that_it_expects(directory_node: int) -> None:
     """A match may come before the markers of the segments that it expects."""
@@ -374,18 +309,6 @@ def test_expected_markers_that_never_come(directory_node: int) -> None:
     assert (told.hits, told.codes[0]) == (0, Code.MISSING)
 
 
-def test_a_marker_seen_and_withdrawn() -> None:
-    """A marker that was seen and withdrawn ends the expectation."""
-    cluster, writer, reader, keys = marked()
-    mark(cluster, writer, keys, 5.0)
-    waiting = wait_for(reader, keys, 5.0, 1.0)
-    cluster.run_for(0.1)
-    assert waiting == []
-    mark(cluster, writer, keys, 0.0)
-    cluster.run_for(0.1)
-    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-
-
 def test_the_last_segment_is_noticed_as_soon_as_the_first() -> None:
     """A prompt is stored in parts, which takes long; the pauses between the polls grow with each part only."""
     cluster, writer, reader, _ = marked()
@@ -413,16 +336,46 @@ def test_the_marker_of_a_reserved_segment_stays() -> None:
     assert waiting == []
 
 
-def test_markers_end_with_the_process() -> None:
+def withdraw(cluster: Cluster, writer: Engine, keys: list[SegmentKey]) -> None:
+    mark(cluster, writer, keys, 0.0)
+
+
+def die(cluster: Cluster, writer: Engine, keys: list[SegmentKey]) -> None:
+    writer.die()
+
+
+def let_time_pass(cluster: Cluster, writer: Engine, keys: list[SegmentKey]) -> None:
+    cluster.run_for(2.0)
+
+
+def push_out(cluster: Cluster, writer: Engine, keys: list[SegmentKey]) -> None:
+    """The markers of a process are bounded: the oldest are dropped."""
+    mark(cluster, writer, [SegmentKey(number.to_bytes(32, "big")) for number in range(2 * MAX_MARKERS)], 5.0)
+    assert cluster.core(0).census()["in-flight markers"] == MAX_MARKERS
+
+
+@pytest.mark.parametrize("expected_s", [0.0, 1.0], ids=["", "expected"])
+@pytest.mark.parametrize("end", [withdraw, die, let_time_pass, push_out], ids=lambda end: end.__name__)
+def test_the_end_of_markers_ends_the_wait(
+    end: Callable[[Cluster, Engine, list[SegmentKey]], None], expected_s: float
+) -> None:
+    """Also that of a match that expected markers, once it has seen them."""
     cluster, writer, reader, keys = marked()
-    mark(cluster, writer, keys, 5.0)
-    waiting = wait_for(reader, keys, 5.0)
+    store(cluster, writer, keys[:1])
+    mark(cluster, writer, keys, 2.0)
+    waiting = wait_for(reader, keys, 5.0, expected_s)
     cluster.run_for(0.3)
     assert waiting == []
-    writer.die()
+    end(cluster, writer, keys)
     cluster.run_for(0.3)
-    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-    assert cluster.core(0).census()["in-flight markers"] == 0
+    assert [(reply.hits, reply.codes[1]) for reply in waiting] == [(1, Code.MISSING)]
+    cluster.check()
+
+
+def test_the_time_of_a_marker_is_bounded() -> None:
+    cluster, writer, _, keys = marked()
+    mark(cluster, writer, keys, 1e9)
+    assert max(message.deadline_s for message in said(cluster, 0, peer.MarkInFlight)) == MAX_IN_FLIGHT_WAIT_S
 
 
 def test_markers_move_to_the_new_connection_of_a_process() -> None:
@@ -437,29 +390,6 @@ def test_markers_move_to_the_new_connection_of_a_process() -> None:
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
     assert cluster.core(0).census()["in-flight markers"] == 0
-
-
-def test_markers_end_with_their_time() -> None:
-    cluster, writer, reader, keys = marked()
-    mark(cluster, writer, keys, 0.5)
-    waiting = wait_for(reader, keys, 5.0)
-    cluster.run_for(0.8)
-    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-    mark(cluster, writer, keys, 1e9)
-    assert max(message.deadline_s for message in said(cluster, 0, peer.MarkInFlight)) == MAX_IN_FLIGHT_WAIT_S
-
-
-def test_the_markers_of_a_process_are_bounded() -> None:
-    """The oldest markers are dropped."""
-    cluster, writer, reader, keys = marked()
-    mark(cluster, writer, keys, 5.0)
-    many = [SegmentKey(number.to_bytes(32, "big")) for number in range(2 * MAX_MARKERS)]
-    mark(cluster, writer, many, 5.0)
-    assert cluster.core(0).census()["in-flight markers"] == MAX_MARKERS
-    waiting = wait_for(reader, keys, 5.0)
-    cluster.run_for(0.3)
-    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
-    cluster.check()
 
 
 def test_matches_that_wait_for_one_segment_share_a_poll() -> None:

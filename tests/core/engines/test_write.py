@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, copies, match, placed, prepare, store, tell
+from tests.core.scenes import answer, calm, copies, match, placed, prepare, store, stored, tell
 from tests.sim.arena import content
 from tests.sim.prompts import prompt
 from tokenlake.wire import Code, engine
-from tokenlake.wire.slots import unpack_slots
 
 
 def test_existing_and_in_flight_keys_get_no_slot() -> None:
@@ -21,10 +20,8 @@ def test_existing_and_in_flight_keys_get_no_slot() -> None:
 
 def test_a_prepare_touches_existing_segments() -> None:
     """An engine has just computed the existing segments again, so that they are in use and must not be evicted next."""
-    cluster = calm()
-    writer = cluster.join(0)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, writer, keys)
+    cluster, _, keys = stored(2)
+    writer = cluster.engines[0]
     before = [copies(cluster, key)[0].touched for key in keys]
     prepare(cluster, writer, keys)
     assert all(copies(cluster, key)[0].touched > touched for key, touched in zip(keys, before, strict=True))
@@ -57,51 +54,22 @@ def test_shards_of_two_processes_make_one_segment() -> None:
     assert match(cluster, writer, [key]).checksums == zero + one
 
 
-def test_a_slot_stays_pinned_for_the_other_process() -> None:
-    """The process that prepared dies while the second one writes its shard."""
-    cluster = calm()
-    writer = cluster.join(0, processes=2)
-    cluster.run_for(0.01)
-    prepared = prepare(cluster, writer, placed(cluster, 0, 1))
-    second = writer.processes[1]
-    answer(cluster, second, engine.Attach, prepared.write)
-    writer.processes[0].die()
-    cluster.run_for(1.0)
-    cluster.check()
-    place = unpack_slots(prepared.slots)[0]
-    assert cluster.node(0).arena.regions[place.region].generations[place.slot] == place.generation
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
-    tell(cluster, second, engine.Abort(prepared.write))
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
-
-
-def test_a_late_commit_publishes_nothing_and_frees_slots() -> None:
+def test_an_expired_write_keeps_only_slots_that_may_be_written() -> None:
+    """The process filled its part of the first slot. Its late commit publishes nothing and frees the other slot."""
     cluster = calm()
     writer, other = cluster.join(0), cluster.join(0)
     keys = placed(cluster, 0, 1, 2)
     prepared = prepare(cluster, writer, keys)
+    process, fields = writer.processes[0], (prepared.write, (0,), 1, bytes(8))
+    assert list(answer(cluster, process, engine.Commit, *fields).codes) == [Code.RESERVED]
     cluster.run_for(cluster.rules["reservation_s"])
     again = prepare(cluster, other, keys)
     assert list(again.codes) == [Code.RESERVED] * 2
-    places = set(unpack_slots(prepared.slots)) | set(unpack_slots(again.slots))
-    assert len({(place.region, place.slot) for place in places}) == 4
-    late = answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0,), 3, bytes(16))
-    assert list(late.codes) == [Code.EXPIRED]
     assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
-    writer.die()
-    cluster.run_for(0.01)
+    late = answer(cluster, process, engine.Commit, prepared.write, (1,), 3, bytes(16))
+    assert list(late.codes) == [Code.EXPIRED]
     assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
-
-
-def test_abort_withdraws_the_in_flight_marker() -> None:
-    cluster = calm()
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 1, 0)
-    prepared = prepare(cluster, writer, keys)
-    cluster.run_for(0.01)
-    assert match(cluster, reader, keys).codes == bytes([Code.PENDING])
-    tell(cluster, writer.processes[0], engine.Abort(prepared.write))
-    assert match(cluster, reader, keys).codes == bytes([Code.MISSING])
+    cluster.check()
 
 
 def test_a_key_twice_in_one_prepare_leaks_no_slot() -> None:

@@ -3,67 +3,64 @@ gap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.scenes import answer, calm, copies, fetch, match, missed, placed, prepare, store, tell
+from tests.core.scenes import (
+    ROOMY,
+    calm,
+    copies,
+    explained,
+    fetch,
+    match,
+    missed,
+    placed,
+    prepare,
+    read,
+    release,
+    store,
+    stored,
+)
 from tests.core.speed import KEYS, SLOT_BYTES, local_core
 from tests.profiles import examples
 from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
-from tests.sim.engine import SEGMENT_TOKENS, Engine, Reading, Storing
+from tests.sim.engine import SEGMENT_TOKENS, Reading, Storing
 from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import events
 from tokenlake.core.report.misses import GAPS, MISSED
-from tokenlake.identity import SegmentKey
+from tokenlake.memory.removals import CORRUPT_RULE
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import MissReason
 from tokenlake.wire.slots import join_keys
 
-ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
 SIZE = SEGMENT_TOKENS
 Scene = Callable[[], tuple[Cluster, int]]
-SCENES: dict[MissReason, Scene] = {}
+SCENES: list[tuple[MissReason, str, Scene]] = []
 
 
-def provokes(reason: MissReason) -> Callable[[Scene], Scene]:
-    """Declares a scene in which a node misses tokens for this reason only; it returns the cluster and the node."""
+def provokes(reason: MissReason, detail: str = "") -> Callable[[Scene], Scene]:
+    """Declares a scene in which the request "r" misses tokens for this reason only, of which `explain` says `detail`.
+    It returns the cluster and the node of the request."""
 
     def declare(scene: Scene) -> Scene:
-        SCENES[reason] = scene
+        SCENES.append((reason, detail, scene))
         return scene
 
     return declare
 
 
-def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], tokens: int = 0) -> None:
-    """Match, fetch, give back."""
-    fields = join_keys(list(keys)), 0.0, True, "", None, tokens
-    reply = answer(cluster, reader.processes[0], engine.Match, *fields)
-    if reply.hits:
-        fetch(cluster, reader, reply.lease, reply.hits)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),), True))
-
-
-def stored_elsewhere() -> tuple[Cluster, Engine, list[SegmentKey]]:
-    """A cluster, a reader at node 2, and the keys of two segments of node 0, which is their directory node."""
-    cluster = calm(3, **ROOMY)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, cluster.join(0), keys)
-    return cluster, cluster.join(2), keys
-
-
-@provokes(MissReason.NEVER_STORED)
+@provokes(MissReason.NEVER_STORED, "not known to n0")
 def new_prompt() -> tuple[Cluster, int]:
     cluster = calm(3, **ROOMY)
-    read(cluster, cluster.join(2), placed(cluster, 0, 1, 2))
+    read(cluster, cluster.join(2), placed(cluster, 0, 1, 2), "r")
     return cluster, 2
 
 
-@provokes(MissReason.EVICTED)
+@provokes(MissReason.EVICTED, "least retention value, at n0 ")
 def full_memory() -> tuple[Cluster, int]:
     cluster = calm(1, regions=1, **ROOMY)
     reader = cluster.join(0)
@@ -71,8 +68,28 @@ def full_memory() -> tuple[Cluster, int]:
     cluster.run_for(10.0)
     for turn in range(3):
         store(cluster, reader, prompt(f"next {turn}", SLOTS))
-    read(cluster, reader, prompt("first", 2))
+    read(cluster, reader, prompt("first", 2), "r")
     return cluster, 0
+
+
+@provokes(MissReason.EVICTED, "least retention value, at n0 ")
+def full_memory_elsewhere() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored(regions=1, pair=(1, 0), **ROOMY)
+    for turn in range(6):
+        store(cluster, cluster.engines[0], placed(cluster, 0, 1, SLOTS, f"next {turn}"))
+    assert not copies(cluster, keys[0])
+    read(cluster, reader, keys, "r")
+    return cluster, 2
+
+
+@provokes(MissReason.EVICTED, CORRUPT_RULE)
+def dropped_as_wrong() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored(pair=(2, 0), **ROOMY)
+    cluster.node(0).arena.flip(copies(cluster, keys[0])[0].place, 0)
+    read(cluster, reader, keys)
+    cluster.run_for(0.1)
+    read(cluster, cluster.join(1), keys, "r")
+    return cluster, 1
 
 
 @provokes(MissReason.TOO_SHORT)
@@ -80,7 +97,7 @@ def tail() -> tuple[Cluster, int]:
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     store(cluster, reader, prompt("p", 2))
-    read(cluster, reader, prompt("p", 2), 2 * SIZE + 5)
+    read(cluster, reader, prompt("p", 2), "r", 2 * SIZE + 5)
     return cluster, 0
 
 
@@ -88,25 +105,67 @@ def tail() -> tuple[Cluster, int]:
 def in_flight() -> tuple[Cluster, int]:
     cluster = calm(1, **ROOMY)
     prepare(cluster, cluster.join(0), prompt("p", 2))
-    read(cluster, cluster.join(0), prompt("p", 2))
+    read(cluster, cluster.join(0), prompt("p", 2), "r")
     return cluster, 0
 
 
-@provokes(MissReason.TOO_SLOW)
-def frozen_node() -> tuple[Cluster, int]:
-    cluster, reader, keys = stored_elsewhere()
+@provokes(MissReason.TOO_SLOW, "no answer from n0")
+def frozen_at_the_match() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored(2, **ROOMY)
     cluster.node(0).freeze()
-    read(cluster, reader, keys)
+    read(cluster, reader, keys, "r")
     cluster.node(0).thaw()
     return cluster, 2
 
 
-@provokes(MissReason.UNREACHABLE)
+@provokes(MissReason.TOO_SLOW, "n0 did not")
+def frozen_at_the_fetch() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored(2, **ROOMY)
+    reply = match(cluster, reader, keys, "r")
+    cluster.node(0).freeze()
+    fetch(cluster, reader, reply.lease, 2)
+    cluster.run_for(1.0)
+    release(cluster, reader, reply.lease, 2)
+    cluster.node(0).thaw()
+    return cluster, 2
+
+
+@provokes(MissReason.TOO_SLOW, "n0")
+def no_bytes() -> tuple[Cluster, int]:
+    """The first fetch finds out, and the match of the second one leases nothing."""
+    cluster, reader, keys = stored(2, **ROOMY)
+    cluster.node(0).silent = True
+    for _ in range(2):
+        read(cluster, reader, keys, "r")
+    return cluster, 2
+
+
+@provokes(MissReason.UNREACHABLE, "no connection with n1")
 def partition() -> tuple[Cluster, int]:
-    cluster, reader, keys = stored_elsewhere()
+    cluster, reader, keys = stored(2, **ROOMY)
     for node in (0, 1):
         cluster.link(f"n{node}", "n2").cut(60.0)
-    read(cluster, reader, keys)
+    read(cluster, reader, keys, "r")
+    return cluster, 2
+
+
+@provokes(MissReason.UNREACHABLE, "n0 is not connected")
+def partition_from_the_owner() -> tuple[Cluster, int]:
+    cluster, reader, keys = stored(2, **ROOMY)
+    reply = match(cluster, reader, keys, "r")
+    cluster.link("n0", "n2").cut(60.0)
+    fetch(cluster, reader, reply.lease, 2)
+    release(cluster, reader, reply.lease, 2)
+    return cluster, 2
+
+
+@provokes(MissReason.UNREACHABLE)
+def owner_down() -> tuple[Cluster, int]:
+    """The directory node answers UNKNOWN."""
+    cluster, reader, keys = stored(2, pair=(1, 2), **ROOMY)
+    cluster.node(0).crash()
+    cluster.run_for(0.1)
+    read(cluster, reader, keys, "r")
     return cluster, 2
 
 
@@ -119,7 +178,7 @@ def incomplete_directory() -> tuple[Cluster, int]:
     cluster.link("n0", "n1").cut(60.0)
     cluster.node(0).start()
     cluster.run_for(0.3)
-    read(cluster, cluster.join(2), keys)
+    read(cluster, cluster.join(2), keys, "r")
     return cluster, 2
 
 
@@ -129,58 +188,60 @@ def gap() -> tuple[Cluster, int]:
     reader = cluster.join(0)
     keys = prompt("p", 3)
     store(cluster, reader, keys[1:], 1)
-    read(cluster, reader, keys)
+    read(cluster, reader, keys, "r")
     return cluster, 0
 
 
 @provokes(MissReason.LIMIT)
 def session_limit() -> tuple[Cluster, int]:
-    cluster = calm(1, dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    cluster = calm(1, **ROOMY | {"session_lease_share": 0.25})
     reader = cluster.join(0)
     keys = prompt("p", 5)
     store(cluster, reader, keys)
-    read(cluster, reader, keys)
+    read(cluster, reader, keys, "r")
     return cluster, 0
 
 
 @provokes(MissReason.LOST)
 def wrong_bytes() -> tuple[Cluster, int]:
-    cluster, reader, keys = stored_elsewhere()
+    cluster, reader, keys = stored(2, **ROOMY)
     for key in keys:
         cluster.node(0).arena.flip(copies(cluster, key)[0].place, 0)
-    read(cluster, reader, keys)
+    read(cluster, reader, keys, "r")
     return cluster, 2
 
 
 @provokes(MissReason.SKIPPED)
 def released_unread() -> tuple[Cluster, int]:
-    cluster, reader, keys = stored_elsewhere()
-    reply = match(cluster, reader, keys)
-    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    cluster, reader, keys = stored(2, **ROOMY)
+    release(cluster, reader, match(cluster, reader, keys, "r").lease, 2)
     return cluster, 2
 
 
 @provokes(MissReason.UNREPORTED)
 def dead_engine() -> tuple[Cluster, int]:
-    cluster, reader, keys = stored_elsewhere()
-    match(cluster, reader, keys)
+    cluster, reader, keys = stored(2, **ROOMY)
+    match(cluster, reader, keys, "r")
     reader.die()
     cluster.run_for(0.1)
     return cluster, 2
 
 
-@pytest.mark.parametrize("reason", SCENES)
-def test_a_cause_has_its_reason(reason: MissReason) -> None:
-    cluster, node = SCENES[reason]()
+@pytest.mark.parametrize(("reason", "detail", "scene"), SCENES, ids=[scene.__name__ for _, _, scene in SCENES])
+def test_a_cause_has_its_reason(reason: MissReason, detail: str, scene: Scene) -> None:
+    """In the counters, and in the explanation of the request."""
+    cluster, node = scene()
     found = missed(cluster.core(node).counters)
     assert found.pop(reason, 0) > 0, found
     assert found.keys() <= ({MissReason.EVICTED} if reason is MissReason.BEHIND_A_GAP else set())
-    cluster.check()
+    told = {each.reason: each.detail for each in explained(cluster, cluster.join(node), "r").missed}
+    assert set(told) - ({MissReason.NEVER_STORED} if reason is MissReason.BEHIND_A_GAP else set()) == {reason}
+    assert detail in told[reason]
 
 
 def test_every_reason_is_provoked() -> None:
     # The next test provokes the last one.
-    assert set(MissReason) - SCENES.keys() == {MissReason.OTHER_LAYOUT}
+    assert set(MissReason) - {reason for reason, _, _ in SCENES} == {MissReason.OTHER_LAYOUT}
 
 
 def test_engines_of_another_layout() -> None:
@@ -202,18 +263,6 @@ def test_tokens_behind_a_gap_have_the_cause_of_the_gap() -> None:
         ("red", "evicted", "evicted"): SIZE,
         ("red", "behind_a_gap", "evicted"): 2 * SIZE,
     }
-
-
-def test_the_segments_of_an_owner_that_is_down_are_unreachable() -> None:
-    """Their directory node answers UNKNOWN."""
-    cluster = calm(3, **ROOMY)
-    keys = placed(cluster, 1, 2, 2)
-    store(cluster, cluster.join(0), keys)
-    reader = cluster.join(2)
-    cluster.node(0).crash()
-    cluster.run_for(0.1)
-    read(cluster, reader, keys)
-    assert missed(cluster.core(2).counters) == {"unreachable": 2 * SIZE}
 
 
 def test_all_series_of_a_tenant_exist_from_its_first_session() -> None:

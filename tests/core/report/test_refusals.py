@@ -18,18 +18,20 @@ def counted(cluster: Cluster, metric: Metric) -> dict[str, int]:
     return {code: count for (_, code), count in counts.items() if count}
 
 
-def test_a_refusal_that_a_retry_cured_is_not_final() -> None:
+@pytest.mark.parametrize("retried", [True, False], ids=["again", "by another engine"])
+def test_a_refusal_that_a_retry_cured_is_not_final(retried: bool) -> None:
+    """The engine, or another one, stores the segment meanwhile."""
     cluster = calm(session_reserve_share=0.25, dirty_share=1.0)
     keys = placed(cluster, 0, 1, 4)
     writer = cluster.join(0)
     reply = prepare(cluster, writer, keys)
-    prepare(cluster, writer, keys[3:], 3)
-    cluster.run_for(FINAL_S / 2)
-    tell(cluster, writer.processes[0], engine.Abort(reply.write))
-    prepare(cluster, writer, keys[3:], 3)
+    if retried:
+        prepare(cluster, writer, keys[3:], 3)
+        cluster.run_for(FINAL_S / 2)
+        tell(cluster, writer.processes[0], engine.Abort(reply.write))
+    store(cluster, writer if retried else cluster.join(0), keys[3:], 3)
     cluster.run_for(2 * FINAL_S)
     assert (counted(cluster, REFUSED), counted(cluster, RETRIED)) == ({}, {"SESSION_LIMIT": 1})
-    cluster.check()
 
 
 def test_a_refusal_without_a_further_attempt_is_final() -> None:
@@ -45,16 +47,6 @@ def test_a_refusal_without_a_further_attempt_is_final() -> None:
     cluster.run_for(FINAL_S)
     assert (counted(cluster, REFUSED), counted(cluster, RETRIED)) == ({"SESSION_LIMIT": 2}, {})
     assert cluster.core(0).census()["refused segments"] == 0
-
-
-def test_a_segment_that_another_engine_stored_meanwhile_is_there() -> None:
-    cluster = calm(session_reserve_share=0.25, dirty_share=1.0)
-    keys = placed(cluster, 0, 1, 4)
-    writer = cluster.join(0)
-    prepare(cluster, writer, keys)
-    store(cluster, cluster.join(0), keys[3:], 3)
-    cluster.run_for(2 * FINAL_S)
-    assert (counted(cluster, REFUSED), counted(cluster, RETRIED)) == ({}, {"SESSION_LIMIT": 1})
 
 
 def test_the_memory_of_refusals_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,6 @@ CELLS = (
 MEANINGLESS = {
     "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "
     "one machine: a bit that flips there is a bit that flips in the engine. Malformed frames in both directions are "
-    "tested by `tests/server/test_noise.py` and `tests/rules/test_wire_messages.py`"
+    "tested by `tests/server/test_noise.py` and `tests/fuzz/test_decoders.py`",
 }
 """The reason why a cell has no scenario."""
