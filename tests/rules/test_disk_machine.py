@@ -287,6 +287,6 @@ def generation_kept(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found = settings(max_examples=200, stateful_step_count=25, phases=[Phase.generate], deadline=None, database=None)
+    found = settings(max_examples=1000, stateful_step_count=25, phases=[Phase.generate], deadline=None, database=None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(DiskMachine, settings=found)
