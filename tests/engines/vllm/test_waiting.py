@@ -112,4 +112,5 @@ def test_the_wait_for_a_stopped_engine_ends(
         assert computing.result() == expected
         if seen[-1] == (True, True):
             break
-    assert (True, True) in seen, seen
+    # An engine that is killed may have stored the whole prompt just before.
+    assert (True, True) in seen or (ended == signal.SIGKILL and seen == [(True, False)]), seen
