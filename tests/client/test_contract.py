@@ -189,7 +189,13 @@ def test_processes_share_leases_and_writes(connect: Connect) -> None:
     lease.release()
     assert prompt.wrong(attached.fetch()) == 0
     attached.release()
-    wait_until(lambda: not pool.engine.attach(*lease.ids).hits, "the lease has ended")
+
+    def ended() -> bool:
+        again = pool.engine.attach(*lease.ids)
+        again.release()
+        return not again.hits
+
+    wait_until(ended, "the lease has ended")
     with pytest.raises(Refused):
         pool.engine.attach_write(reserved.id)
     with pytest.raises(Refused):

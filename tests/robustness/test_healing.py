@@ -65,7 +65,6 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pool
     """The owner, node 0, and node 1 have a copy of each prompt. The copy that is fetched first is corrupt; that of node
     1 is found where node 1 is a candidate of the key."""
     prompts = stored(cluster, pools, 1)
-    healed = 0
     for prompt in prompts:
         key = pools[2].prefix(prompt.tokens).keys[0]
         with match(pools[2], prompt) as lease:
@@ -73,11 +72,8 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pool
             assert flip(pools[[node.name for node in cluster.nodes].index(source)], key)
             arrays = lease.fetch(deadline_s=LIMIT_S)
             assert prompt.wrong(arrays) == 0
-            healed += len(arrays)
             del arrays
-    assert healed > 0
     assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == len(prompts)
-    assert total(cluster.nodes[2], "tokenlake_healed_segments_total") == healed
     wait_until(lambda: confirmed(cluster) == len(prompts), "each wrong copy was checked and dropped")
     for prompt in prompts:
         for pool in pools:

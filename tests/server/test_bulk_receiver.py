@@ -32,6 +32,7 @@ class Rules:
 
     def __init__(self) -> None:
         self.sinks: dict[type, Any] = {}
+        self.receiver: BulkReceiver
         self.done: dict[int, FetchDone] = {}
 
     def carry_out(self, kind: type, sink: Any) -> None:
@@ -46,7 +47,7 @@ class Rules:
         self.sinks[StartFetch](StartFetch(fetch, node, "t", bytes(32 * count), bytes(16 * count), 16, 1, answer_s))
 
     def abort(self, fetch: int) -> None:
-        self.sinks[AbortFetch](AbortFetch(fetch))
+        self.receiver.abort(AbortFetch(fetch))
 
     def wait(self, *fetches: int) -> list[bool | None]:
         """Wait until these have ended without a segment. Returns whether they were answered."""
@@ -118,7 +119,7 @@ def receiver(addresses: dict[str, Address], told: Address | None = None) -> Iter
     known = PeerAddresses(addresses)
     for name in addresses:
         known.tell(name, [str(told)] if told is not None else [])
-    made = BulkReceiver(identity, known, arena, rules)
+    made = rules.receiver = BulkReceiver(identity, known, arena, rules)
     try:
         yield rules
     finally:

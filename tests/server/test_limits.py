@@ -182,7 +182,7 @@ def test_waiting_matches_are_bounded_in_bytes() -> None:
     [
         # It once took seconds to decode.
         (engine.Release(((1, 0, 1),) * 100_000), f"length <= {MAX_RANGES}", True),
-        (engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)), "'max_keys'", True),
+        (engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)), "'max_changed' is 128", True),
         (engine.Match(2, bytes(32) * (MAX_KEYS + 1), 0.1), "'max_keys' is 1024", False),
     ],
     ids=["ranges", "keys of a hint", "keys of a match"],
