@@ -1,12 +1,13 @@
 """The requests under way and the measured times of the fleets that routers report: by tenant, within bounds.
 
 Everything that is kept for a fleet is charged to its tenant in bytes: names, nodes, keys of requests under way. The
-tenants share the total in equal parts. Beyond the part of a tenant its oldest requests count as finished, then the
-fleets that were used longest ago are forgotten; instances that alone take more are refused.
+tenants share the total in equal parts. Beyond the part of a tenant its oldest requests count as finished, then ends of
+requests are forgotten, then the fleets that were used longest ago; instances that alone take more are refused.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 
@@ -21,9 +22,9 @@ from tokenlake_server.scheduling.messages import model_of, request_of, start_of
 
 TOTAL_BYTES = 8 << 20
 """Limit of the bytes that the fleets of all tenants make the daemon keep."""
-FLEET_BYTES, INSTANCE_BYTES, REQUEST_BYTES, SEGMENT_BYTES = 8192, 700, 900, 330
-"""Bytes that are charged for a fleet, for each instance, for each request under way and each of its segments, beside
-the names."""
+FLEET_BYTES, INSTANCE_BYTES, REQUEST_BYTES, SEGMENT_BYTES, ENDED_BYTES = 8192, 700, 900, 330, 250
+"""Bytes that are charged for a fleet, for each instance, for each request under way and each of its segments, and for
+each end of a request, beside the names."""
 
 MAX_FLEETS = 64
 """Limit of the fleets of a tenant; the one of the tenant that was used longest ago is forgotten."""
@@ -36,6 +37,10 @@ MAX_SEGMENTS = 1 << 15
 """Segments of those requests, of which each takes some 300 bytes; the oldest requests count as finished."""
 UNDER_WAY_S = 900.0
 """Seconds after which a request counts as finished: its router may have died."""
+ENDED_S = 60.0
+"""Seconds for which the end of a request is kept that was not under way: longer than a `GetStart` is delayed."""
+MAX_ENDED = 1024
+"""Limit of those ends in a fleet; the oldest is forgotten."""
 
 
 class Fleet:
@@ -52,11 +57,15 @@ class Fleet:
         """By name of a request: the time at which it was sent, the number of its segments, and the bytes that it
         takes."""
         self._segments = 0
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        """By name of a request whose end was reported while it was not under way: the time of the report."""
         self._fixed = FLEET_BYTES + sys.getsizeof(fleet.name)
         self.instance_bytes = 0
         """Bytes that the instances take."""
         self.request_bytes = 0
         """Bytes that the requests under way take."""
+        self.ended_bytes = 0
+        """Bytes that the ends of requests that were not under way take."""
 
     def __len__(self) -> int:
         """Number of requests under way."""
@@ -65,7 +74,7 @@ class Fleet:
     @property
     def kept_bytes(self) -> int:
         """The bytes that are charged for the fleet."""
-        return self._fixed + self.instance_bytes + self.request_bytes
+        return self._fixed + self.instance_bytes + self.request_bytes + self.ended_bytes
 
     def follow(self, instances: dict[str, NodeId], now: float, limit: int = TOTAL_BYTES) -> None:
         """Take the instances that a caller names, in addition to those of other callers, and forget old requests and
@@ -99,10 +108,18 @@ class Fleet:
             self._name(name, now)
         while self._under_way and next(iter(self._under_way.values()))[0] < now - UNDER_WAY_S:
             self.finish_oldest()
+        while self._ended and next(iter(self._ended.values())) < now - ENDED_S:
+            self.forget_oldest_end()
 
     def _name(self, instance: str, now: float) -> None:
         self._named[instance] = now, self._named[instance][1]
         self._named.move_to_end(instance)
+
+    def chosen(self, request: Request, start: Start, now: float) -> None:
+        """Record that a request is sent where `GetStart` chose, unless its router has given it up: the report of the
+        end may overtake a `GetStart` that is delayed."""
+        if self._forget_end(request.name) < now - ENDED_S:
+            self.sent(request, start, now)
 
     def sent(self, request: Request, start: Start, now: float) -> None:
         """Record that a request was sent."""
@@ -135,6 +152,26 @@ class Fleet:
         self.router.leave(instance)
         self.instance_bytes -= self._named.pop(instance, (0.0, 0))[1]
 
+    def _ends(self, name: str, now: float) -> None:
+        """Keep the end of a request that is not under way."""
+        self._forget_end(name)
+        self._ended[name] = now
+        self.ended_bytes += ENDED_BYTES + sys.getsizeof(name)
+        if len(self._ended) > MAX_ENDED:
+            self.forget_oldest_end()
+
+    def forget_oldest_end(self) -> None:
+        """Forget the oldest end of a request that was not under way."""
+        self._forget_end(next(iter(self._ended)))
+
+    def _forget_end(self, name: str) -> float:
+        """Forget the end of a request. Returns its time, or -inf."""
+        at = self._ended.pop(name, None)
+        if at is None:
+            return -math.inf
+        self.ended_bytes -= ENDED_BYTES + sys.getsizeof(name)
+        return at
+
     def happened(self, what: pb.Happened, tenant: Tenant, segment_tokens: int, now: float) -> None:
         """Record one event of a request of the fleet. Raises ValueError."""
         match what.WhichOneof("what"):
@@ -144,6 +181,8 @@ class Fleet:
             case "first_token":
                 self.router.first_token(what.first_token)
             case "finished":
+                if what.finished not in self._under_way and len(what.finished) <= MAX_NAME:
+                    self._ends(what.finished, now)
                 self.finished(what.finished)
             case "gone":
                 self.leave(what.gone)
@@ -191,8 +230,8 @@ class Fleets:
         return fleet, model, instances
 
     def fit(self, tenant: str) -> None:
-        """Bring the fleets of a tenant within its part of the bytes: its oldest requests count as finished, then the
-        fleets that were used longest ago are forgotten. To be called after requests were sent."""
+        """Bring the fleets of a tenant within its part of the bytes: its oldest requests count as finished, then ends
+        of requests are forgotten, then the fleets that were used longest ago. To be called after requests were sent."""
         own = self._fleets.get(tenant)
         if own is None:
             return
@@ -203,6 +242,10 @@ class Fleets:
             if largest.request_bytes:
                 largest.finish_oldest()
                 kept -= before - largest.kept_bytes
+            elif (ending := next((fleet for fleet in own.values() if fleet.ended_bytes), None)) is not None:
+                before = ending.kept_bytes
+                ending.forget_oldest_end()
+                kept -= before - ending.kept_bytes
             elif len(own) > 1:
                 kept -= own.popitem(last=False)[1].kept_bytes
             else:

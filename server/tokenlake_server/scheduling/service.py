@@ -153,7 +153,7 @@ class Scheduling:
             starts = fleet.router.starts(request, owners, among)
             chosen = fleet.router.least(request, starts)
             if message.send:
-                fleet.sent(request, chosen, now)
+                fleet.chosen(request, chosen, now)
                 self._fit(tenant)
             reply = pb.GetStartResponse(chosen=start_message(chosen), starts=[start_message(each) for each in starts])
             return reply.SerializeToString()

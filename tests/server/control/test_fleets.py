@@ -23,7 +23,12 @@ TENANT = Tenant(name="red", secret=Secret(b"x" * 32))
 
 def message(name: str = "f", **instances: str) -> pb.Fleet:
     return pb.Fleet(
-        name=name, instances=instances or {"a": "n0"}, layers=2, segment_bytes=1024, segment_tokens=16, query_bytes=64
+        name=name,
+        instances=instances or {"a": "n0"},
+        layers=2,
+        segment_bytes=1024,
+        segment_tokens=16,
+        query_bytes=64,
     )
 
 
@@ -61,6 +66,39 @@ def test_long_prompts_count_by_their_segments(monkeypatch: pytest.MonkeyPatch) -
     assert len(one) == 1
     one.finished("longer than all")
     assert len(one) == 0
+    one.router.check_integrity()
+
+
+def test_a_choice_that_its_router_has_given_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router whose wait ended reports the end of the request, which may overtake its delayed `GetStart`."""
+    monkeypatch.setattr(fleets, "MAX_ENDED", 3)
+    one = fleet()
+
+    def end(name: str, now: float) -> None:
+        one.happened(pb.Happened(finished=name), TENANT, 16, now)
+
+    end("r", 0.0)
+    one.chosen(request("r"), start(), 1.0)
+    assert len(one) == 0
+    one.chosen(request("r"), start(), 2.0)
+    assert len(one) == 1, "a later request of that name is counted"
+    end("r", 3.0)
+    assert len(one) == 0
+    one.chosen(request("r"), start(), 4.0)
+    assert len(one) == 1, "the end of a request that was under way belongs to no other one"
+    end("r", 5.0)
+    end("late", 6.0)
+    one.chosen(request("late"), start(), 6.0 + fleets.ENDED_S + 1)
+    assert len(one) == 1
+    end("late", 7.0)
+    for number in range(4):
+        end(f"early {number}", 8.0)
+    for number in range(4):
+        one.chosen(request(f"early {number}"), start(), 8.0)
+    assert len(one) == 1, "the oldest end was forgotten"
+    end("x" * 257, 9.0)
+    one.chosen(request("x" * 257), start(), 9.0)
+    assert len(one) == 2, "a name that no request may have is not kept"
     one.router.check_integrity()
 
 
@@ -114,7 +152,7 @@ def test_names_have_a_length() -> None:
 
 
 def test_a_tenant_keeps_no_more_than_its_part() -> None:
-    """Each kind of state counts: instances and requests under way."""
+    """Each kind of state counts: instances, requests under way, and ends of requests."""
     all_ = Fleets(tenants=2, total=1 << 20)
     assert all_.share == 1 << 19
     other, _, _ = all_.update("blue", message("f"), 0.0)
@@ -124,6 +162,7 @@ def test_a_tenant_keeps_no_more_than_its_part() -> None:
         one, _, _ = all_.update("red", message(f"{number}", **instances), float(number))
         for at in range(60):
             one.sent(request(f"r{at}", 16), start(next(iter(instances))), float(number))
+            one.happened(pb.Happened(finished=f"{at}" + "e" * 200), TENANT, 16, float(number))
         all_.fit("red")
         assert all_.kept_bytes["red"] <= all_.share
         one.router.check_integrity()
@@ -132,6 +171,18 @@ def test_a_tenant_keeps_no_more_than_its_part() -> None:
     with pytest.raises(LimitReached, match="limit 'fleet_bytes' of the tenant is 524288"):
         all_.update("red", message("big", **{f"{at}{'i' * 240}": "n" * 240 for at in range(1000)}), 41.0)
     assert all_.update("red", message("39"), 42.0)[0] is one, "a refused call changes nothing"
+
+
+def test_ends_of_a_single_fleet_are_within_the_part() -> None:
+    """A router may report the ends of requests that were never sent, with long names."""
+    all_ = Fleets(tenants=16, total=1 << 20)
+    one, _, _ = all_.update("red", message(), 0.0)
+    for at in range(200):
+        one.happened(pb.Happened(finished=f"{at}" + "\N{SNOWMAN}" * 200), TENANT, 16, 0.0)
+        all_.fit("red")
+        assert all_.kept_bytes["red"] <= all_.share
+    one.chosen(request("199" + "\N{SNOWMAN}" * 200), start(), 0.0)
+    assert len(one) == 0, "the newest end is known"
 
 
 def test_unused_fleets_and_instances_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
