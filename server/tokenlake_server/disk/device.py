@@ -260,9 +260,11 @@ class Device:
             )
 
     def close(self) -> None:
-        """Complete the writes whose bytes are written, and close the files. Segments that wait are LOST."""
+        """Complete the writes whose bytes are written, and close the files. Segments that wait are LOST; they stay on
+        the device, of which the rules learn before that it is gone."""
         with self._changed:
             self._closing = True
+            self._around.post(events.DiskGone(self.number, "the daemon ends"))
             done = self._all_ended()
             self._changed.notify_all()
             self._queued.notify_all()
