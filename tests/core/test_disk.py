@@ -245,6 +245,39 @@ def test_an_operator_evicts_from_memory_and_from_disk() -> None:
     assert not disk_of(cluster).places
 
 
+@pytest.mark.parametrize("order", ["named", "all", "all, before the read"])
+def test_an_eviction_ends_a_read_from_disk(order: str) -> None:
+    """A segment that is being read back when it is evicted never arrives, and leaves the disk."""
+    cluster, writer, (gone, *_) = alone()
+    disk_of(cluster).slow_s = 0.1
+    matched = match(cluster, writer, gone)
+    replies = ask(writer.processes[0], engine.Fetch, matched.lease, 0, matched.hits, 5.0)
+    if order != "all, before the read":
+        cluster.run_for(0.01)
+    assert bool(said(cluster, 0, DiskRead)) == (order != "all, before the read")
+    cluster.node(0).deliver(events.EvictRequested(7, "red", join_keys(gone) if order == "named" else b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, DiskRead), "the read began before the walk through the disk"
+    (done,) = said(cluster, 0, EvictionDone)
+    assert (done.kept, done.reached) == (0, (0,))
+    assert replies[0].codes == bytes([Code.LOST]) * 4
+    assert match(cluster, writer, gone).hits == 0
+    assert not {written.key for written in disk_of(cluster).places.values()} & set(gone)
+    assert count(cluster, 0, DAMAGED) == 0
+    cluster.check()
+
+
+def test_an_eviction_leaves_no_disk_copy_of_what_is_written() -> None:
+    """An engine writes a segment again that is on disk: it is kept, and its copy on disk is not."""
+    cluster, writer, (gone, *_) = alone()
+    assert prepare(cluster, writer, gone[:1]).codes == bytes([Code.RESERVED])
+    cluster.node(0).deliver(events.EvictRequested(7, "red", gone[0]))
+    cluster.run_for(1.0)
+    (done,) = said(cluster, 0, EvictionDone)
+    assert (done.evicted, done.kept, done.reached) == (1, 1, (0,))
+    assert gone[0] not in {written.key for written in disk_of(cluster).places.values()}
+
+
 def test_an_eviction_names_the_disks_that_it_did_not_reach() -> None:
     cluster, _, _ = alone()
     disk_of(cluster).fails = True

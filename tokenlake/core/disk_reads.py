@@ -119,7 +119,7 @@ class DiskReads:
         for (slab, slot), segment, code in zip(read.places, read.segments, codes, strict=True):
             if code == Code.LOST and slab.void:
                 self._context.removals.add(read.tenant, segment.key, self._context.now, DISK_GONE_RULE)
-            elif code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
+            elif slab.entries[slot] and (code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted)):
                 counters.add(DAMAGED)
                 disk.forget_place(slab, slot, DISK_DAMAGED_RULE)
         self._end_places(read)
