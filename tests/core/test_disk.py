@@ -385,6 +385,15 @@ def test_explain_says_why_a_segment_was_not_read_from_disk() -> None:
     cluster.check()
 
 
+def test_explain_says_that_a_segment_on_disk_was_unreadable() -> None:
+    cluster, writer, (gone, *_) = alone()
+    matched = match(cluster, writer, gone, "r")
+    disk_of(cluster).fails = True
+    fetch(cluster, writer, matched.lease, matched.hits)
+    lost = f"the disk of n0 did not have it any more: {DISK_DAMAGED_RULE}"
+    assert reasons(explained(cluster, writer, "r")) == {"lost": lost}
+
+
 def test_explain_tells_damage_and_orders_from_evictions() -> None:
     cluster, writer, stored = alone(prompts=6)
     cluster.node(0).deliver(events.EvictRequested(1, RED, join_keys(stored[0])))

@@ -15,7 +15,7 @@ MAX_ORDERED = 128
 
 
 class Orders(Part):
-    """Evicts the segments that an operator names. Segments that an engine is writing stay, but not their copies on disk;
+    """Evicts the segments that an operator names. Those that an engine is writing stay, but not their copies on disk;
     those that are on their way to this node's memory never arrive."""
 
     def __init__(self, context: Context, disk: Disk) -> None:

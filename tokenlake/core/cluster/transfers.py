@@ -276,7 +276,8 @@ class Transfers(Part):
 
     def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes = b"") -> None:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived and that
-        no order has evicted meanwhile, free the slots of the others, and call the callbacks that wait for them. `answered`, `held`: see `FetchDone`."""
+        no order has evicted meanwhile, free the slots of the others, and call the callbacks that wait for them.
+        `answered`, `held`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         assert len(codes) == len(transfer.segments)
         assert len(checksums) == CHECKSUM_BYTES * transfer.shards * len(codes)
