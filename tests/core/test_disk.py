@@ -385,6 +385,19 @@ def test_explain_says_why_a_segment_was_not_read_from_disk() -> None:
     cluster.check()
 
 
+def test_segments_on_disk_alone_count_as_left_by_a_drain() -> None:
+    cluster, *_, far = full()
+    node, core = cluster.node(0), cluster.core(0)
+    alone = [key for keys in far for key in on_disk(cluster, 0, keys)]
+    owned = {segment.key for segment in core.store.segments() if segment.owned}.union(alone)
+    cluster.drain("n0")
+    cluster.run_for(core.config.drain_s + 2.0)
+    assert node.account is not None
+    moved = sum(segments for _, segments, _ in node.account.moved)
+    assert node.account.lost_segments == len(owned) - moved >= len(alone) > 0
+    assert node.account.lost_bytes == node.account.lost_segments * next(iter(core.store.pools())).slot_bytes
+
+
 def test_explain_says_that_a_segment_on_disk_was_unreadable() -> None:
     cluster, writer, (gone, *_) = alone()
     matched = match(cluster, writer, gone, "r")

@@ -130,7 +130,7 @@ class ExplainRequested(_Event, frozen=True, tag=13):
 
 
 class SlotChecked(_Event, frozen=True, tag=14):
-    """The thread that compared a slot with its checksums for a `CheckSlot` returned. `right`: the bytes match; True also
+    """The thread that compared a slot with its checksums for a `CheckSlot` returned. `right`: the bytes match; True too
     where they could not be compared, so that the copy stays."""
 
     check: int
