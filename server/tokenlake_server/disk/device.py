@@ -123,8 +123,8 @@ class DeviceState(NamedTuple):
 
 
 class Device:
-    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `trim`, `abort`, `watch` and `state`
-    are called on the control loop and never block; `close` blocks."""
+    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `abort`, `watch` and `state` are called
+    on the control loop and never block; `close` blocks."""
 
     def __init__(
         self,
