@@ -245,6 +245,39 @@ def test_an_operator_evicts_from_memory_and_from_disk() -> None:
     assert not disk_of(cluster).places
 
 
+@pytest.mark.parametrize("order", ["named", "all", "all, before the read"])
+def test_an_eviction_ends_a_read_from_disk(order: str) -> None:
+    """A segment that is being read back when it is evicted never arrives, and leaves the disk."""
+    cluster, writer, (gone, *_) = alone()
+    disk_of(cluster).slow_s = 0.1
+    matched = match(cluster, writer, gone)
+    replies = ask(writer.processes[0], engine.Fetch, matched.lease, 0, matched.hits, 5.0)
+    if order != "all, before the read":
+        cluster.run_for(0.01)
+    assert bool(said(cluster, 0, DiskRead)) == (order != "all, before the read")
+    cluster.node(0).deliver(events.EvictRequested(7, "red", join_keys(gone) if order == "named" else b""))
+    cluster.run_for(1.0)
+    assert said(cluster, 0, DiskRead), "the read began before the walk through the disk"
+    (done,) = said(cluster, 0, EvictionDone)
+    assert (done.kept, done.reached) == (0, (0,))
+    assert replies[0].codes == bytes([Code.LOST]) * 4
+    assert match(cluster, writer, gone).hits == 0
+    assert not {written.key for written in disk_of(cluster).places.values()} & set(gone)
+    assert count(cluster, 0, DAMAGED) == 0
+    cluster.check()
+
+
+def test_an_eviction_leaves_no_disk_copy_of_what_is_written() -> None:
+    """An engine writes a segment again that is on disk: it is kept, and its copy on disk is not."""
+    cluster, writer, (gone, *_) = alone()
+    assert prepare(cluster, writer, gone[:1]).codes == bytes([Code.RESERVED])
+    cluster.node(0).deliver(events.EvictRequested(7, "red", gone[0]))
+    cluster.run_for(1.0)
+    (done,) = said(cluster, 0, EvictionDone)
+    assert (done.evicted, done.kept, done.reached) == (1, 1, (0,))
+    assert gone[0] not in {written.key for written in disk_of(cluster).places.values()}
+
+
 def test_an_eviction_names_the_disks_that_it_did_not_reach() -> None:
     cluster, _, _ = alone()
     disk_of(cluster).fails = True
@@ -350,6 +383,28 @@ def test_explain_says_why_a_segment_was_not_read_from_disk() -> None:
     assert reasons(explained(cluster, writer, "after"))["evicted"].startswith("its disk was set aside, at n0")
     assert count(cluster, 0, DAMAGED) == 0
     cluster.check()
+
+
+def test_segments_on_disk_alone_count_as_left_by_a_drain() -> None:
+    cluster, *_, far = full()
+    node, core = cluster.node(0), cluster.core(0)
+    alone = [key for keys in far for key in on_disk(cluster, 0, keys)]
+    owned = {segment.key for segment in core.store.segments() if segment.owned}.union(alone)
+    cluster.drain("n0")
+    cluster.run_for(core.config.drain_s + 2.0)
+    assert node.account is not None
+    moved = sum(segments for _, segments, _ in node.account.moved)
+    assert node.account.lost_segments == len(owned) - moved >= len(alone) > 0
+    assert node.account.lost_bytes == node.account.lost_segments * next(iter(core.store.pools())).slot_bytes
+
+
+def test_explain_says_that_a_segment_on_disk_was_unreadable() -> None:
+    cluster, writer, (gone, *_) = alone()
+    matched = match(cluster, writer, gone, "r")
+    disk_of(cluster).fails = True
+    fetch(cluster, writer, matched.lease, matched.hits)
+    lost = f"the disk of n0 did not have it any more: {DISK_DAMAGED_RULE}"
+    assert reasons(explained(cluster, writer, "r")) == {"lost": lost}
 
 
 def test_explain_tells_damage_and_orders_from_evictions() -> None:

@@ -48,7 +48,8 @@ def written(tier: DiskTier, segment: Segment, now: float = 0.0, *, leaves: bool 
     """Write a segment, and let it leave memory. Returns its place."""
     entry = tier.admit(segment, 1, 1.0, now)
     assert not isinstance(entry, Refusal), entry
-    assert tier.written(entry, segment, True)
+    tier.written(entry, segment, True)
+    assert segment.disk == entry
     place = tier.place(entry)
     if leaves:
         segment.state = State.GONE

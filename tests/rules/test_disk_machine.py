@@ -70,6 +70,7 @@ class DiskMachine(RuleBasedStateMachine):
         self._gone()
         if isinstance(entry, Refusal):
             return
+        assert number not in self.writing, "two entries have one key"
         place = self.tier.place(entry)
         taken = [(slab.number, slot) for slab, slot in (*self.reads, *self.erasing)]
         assert (self.tier.slab(entry).number, place.slot) not in taken, "a place is written while it is read or erased"
@@ -83,7 +84,8 @@ class DiskMachine(RuleBasedStateMachine):
         if number not in self.writing:
             return
         entry, segment, place, void = self.writing.pop(number)
-        assert self.tier.written(entry, segment, done) == (done and not void)
+        self.tier.written(entry, segment, done)
+        assert (segment.disk == entry) == (done and not void)
         if done and not void:
             self.disk[number] = place
         self._gone()
@@ -117,10 +119,10 @@ class DiskMachine(RuleBasedStateMachine):
             self.writing[number] = (*self.writing[number][:3], True)
         if not keep:
             self.held.pop(number, None)
-        erase = erase and not keep
         writing = number in self.writing
+        erase = (erase or writing) and not keep
         assert self.tier.left(segment, 2, keep=keep, erase=erase) == (keep and not writing)
-        assert not (erase and writing) or self.tier.erases_when_written(self.writing[number][0])
+        assert not writing or self.tier.erases_when_written(self.writing[number][0])
         self._gone()
 
     @rule(target=reads_under_way, number=NUMBERS)

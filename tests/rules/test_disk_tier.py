@@ -191,10 +191,28 @@ def test_a_device_that_has_gone_is_swept_and_may_come_back() -> None:
     tier.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
     tier.recovered(0)
     assert written(tier, segment_of(1)) == Place(0, 1)
-    assert not tier.written(entry, late, True)
+    tier.written(entry, late, True)
+    assert late.disk == NO_ENTRY
     tier.end_read(slab, slot, 0.0)
     tier.check_integrity()
     assert len(tier) == 1
+
+
+def test_a_key_is_written_again_once_its_wrong_bytes_are_erased() -> None:
+    tier = tier_of(4)
+    wrong, right = segment_of(1), segment_of(1)
+    entry = tier.admit(wrong, 1, 1.0, 0.0)
+    assert not isinstance(entry, Refusal)
+    tier.left(wrong, 1, keep=False, erase=True)
+    assert tier.admit(right, 1, 1.0, 0.0) is Refusal.VALUE
+    assert tier.save(right, 1, 1.0, 0.0) is Refusal.VALUE
+    tier.written(entry, wrong, True)
+    ((slab, _, place, *_),) = tier.take_void()
+    assert tier.find(TENANT, key_of(1)) == NO_ENTRY
+    tier.end_read(slab, place.slot, 0.0)
+    written(tier, right)
+    assert tier.key(tier.find(TENANT, key_of(1))) == key_of(1)
+    tier.check_integrity()
 
 
 def test_a_slab_is_dropped_once() -> None:
@@ -203,7 +221,8 @@ def test_a_slab_is_dropped_once() -> None:
     entry = tier.admit(late, 1, 1.0, 0.0)
     assert not isinstance(entry, Refusal)
     tier.gone(0)
-    assert not tier.written(entry, late, True)
+    tier.written(entry, late, True)
+    assert late.disk == NO_ENTRY
     tier.ready(0, slab_bytes(SLOT, 4), 1e9, 1e9, 0.0)
     tier.recovered(0)
     kept = segment_of(2)
@@ -324,7 +343,8 @@ def filled(tier: DiskTier, slot_bytes: int, numbers: range, now: float, tenant: 
         tier.evicted(tenant, slot_bytes, 2, now)
         entry = tier.admit(segment, 1, 1.0, now)
         if not isinstance(entry, Refusal):
-            assert tier.written(entry, segment, True)
+            tier.written(entry, segment, True)
+            assert segment.disk == entry
             segment.state = State.GONE
             tier.left(segment, 1, keep=True)
             done += 1
@@ -387,13 +407,13 @@ def test_the_slabs_of_a_tenant_have_a_limit() -> None:
     tier, now = tier_of(10_000), 0.0
     for size in range(MAX_TENANT_SLABS):
         now += 1.0
-        assert filled(tier, 4096 * (size + 1), range(1), now) == 1
+        assert filled(tier, 4096 * (size + 1), range(size, size + 1), now) == 1
     more = 4096 * (MAX_TENANT_SLABS + 1)
-    segment = segment_of(1, now, TENANT, more)
+    segment = segment_of(100, now, TENANT, more)
     assert tier.admit(segment, 1, 1.0, now) is Refusal.SLABS
     assert len(tier.devices[0].slabs) == MAX_TENANT_SLABS
     # Another tenant has slabs of its own.
     assert filled(tier, more, range(1), now, TenantId("blue")) == 1
     # The slab that is used least leaves for a size that is used.
-    assert filled(tier, more, range(20), now + 50_000.0) > 10
+    assert filled(tier, more, range(100, 120), now + 50_000.0) > 10
     tier.check_integrity()

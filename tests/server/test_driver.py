@@ -15,10 +15,13 @@ from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
+from tokenlake.core.instructions import Answer, CheckSlot, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.node import HandlerFailed
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import SlotRef
+from tokenlake_server.engines.arena import Arena
+from tokenlake_server.engines.slot_checker import SlotChecker
 from tokenlake_server.loop.driver import Driver, Handle
 from tokenlake_testing.event_log import Recorder, replay
 
@@ -218,3 +221,31 @@ def test_timers_leave_the_loop_to_others() -> None:
     ran(loop, scene)
     assert called[-1] == 40
     assert max(after - before for before, after in itertools.pairwise(called)) <= 4
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_check_that_cannot_be_made_finds_no_wrong_bytes(started: bool) -> None:
+    """The thread of the check fails, or does not begin."""
+    loop, found = asyncio.SelectorEventLoop(), list[events.SlotChecked]()
+    core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20))
+    driver = Driver(core, loop, lambda event, error: None)
+    checker = SlotChecker(Arena(), driver)
+
+    def rules(event: Event, now: float) -> list[Instruction]:
+        if not isinstance(event, events.SlotChecked):
+            return [CheckSlot(7, SlotRef(0, 0, 1).pack(), 512, bytes(8))]
+        found.append(event)
+        return []
+
+    async def scene() -> None:
+        driver.wrap(lambda handle: rules, lambda sink: sink)
+        if not started:
+            checker.close()
+        driver.handle(events.Tick())
+        deadline = loop.time() + 10.0
+        while not found and loop.time() < deadline:
+            await asyncio.sleep(0)
+        checker.close()
+
+    ran(loop, scene)
+    assert found == [events.SlotChecked(7, right=True)]

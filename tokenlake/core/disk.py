@@ -312,20 +312,20 @@ class Disk(Part):
         self, tenant: TenantId, slot_bytes: int, start: int, entries: int
     ) -> tuple[int, list[Segment], int | None]:
         """Drop the tenant's copies on disk (of the size `slot_bytes`, if it is not 0) of the entries from `start` on.
-        The reason is an order of an operator. Returns how many segments were on disk alone, those that are in memory
-        too, and the number at which to continue (None at the end)."""
+        The reason is an order of an operator. Returns how many segments were on disk alone, those of their keys that
+        are in memory or reserved there, and the number at which to continue (None at the end)."""
         found, behind = self._tier.walk(start, entries)
-        dropped, resident = 0, list[Segment]()
+        index, dropped, here = self._context.store.index(tenant), 0, list[Segment]()
         for entry in found:
             slab = self._tier.slab(entry)
             if slab.tenant == tenant and slot_bytes in (0, slab.slot_bytes):
-                if entry in slab.resident:
-                    resident.append(slab.resident[entry][0])
-                else:
-                    dropped += 1
+                known = index.get(self._tier.key(entry))
+                if known is not None:
+                    here.append(known)
+                dropped += entry not in slab.resident
                 self._tier.forget(entry, OPERATOR_RULE, erase=True)
         self._emit_void()
-        return dropped, resident, behind
+        return dropped, here, behind
 
     def _emit_void(self, *, tell: bool = True) -> None:
         """Tell the file layer which segments on disk are void, and, if `tell`, the directory nodes of those that this

@@ -116,11 +116,14 @@ class DiskReads:
         whole = codes.count(Code.LOCAL) == len(codes)
         self._queue.ended(read.device, read.nbytes, self._context.now - read.started_at, whole)
         self._seconds.add(self._context.now - read.asked_at)
+        # The reason is told at once, because the fetches that wait are answered in this event.
+        removals, now = self._context.removals, self._context.now
         for (slab, slot), segment, code in zip(read.places, read.segments, codes, strict=True):
             if code == Code.LOST and slab.void:
-                self._context.removals.add(read.tenant, segment.key, self._context.now, DISK_GONE_RULE)
-            elif code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted):
+                removals.add(read.tenant, segment.key, now, DISK_GONE_RULE)
+            elif slab.entries[slot] and (code == Code.BAD_CHECKSUM or (code == Code.LOST and not read.aborted)):
                 counters.add(DAMAGED)
+                removals.add(read.tenant, segment.key, now, DISK_DAMAGED_RULE)
                 disk.forget_place(slab, slot, DISK_DAMAGED_RULE)
         self._end_places(read)
         arrived = codes.count(Code.LOCAL)

@@ -130,8 +130,8 @@ class ExplainRequested(_Event, frozen=True, tag=13):
 
 
 class SlotChecked(_Event, frozen=True, tag=14):
-    """The thread that compared a slot with its checksums for a `CheckSlot` returned. `right`: the bytes match; False
-    also where they could not be read."""
+    """The thread that compared a slot with its checksums for a `CheckSlot` returned. `right`: the bytes match; True too
+    where they could not be compared, so that the copy stays."""
 
     check: int
     right: bool

@@ -133,7 +133,7 @@ class Drained(_Instruction, frozen=True, tag=12):
     moved: tuple[tuple[str, int, int], ...] = ()
     """(node, segments, bytes) of the nodes that took segments over, the one with most segments first."""
     lost_segments: int = 0
-    """Primary copies that no other node took."""
+    """Segments that this node still owns, in memory or on disk."""
     lost_bytes: int = 0
 
 

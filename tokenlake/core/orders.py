@@ -6,7 +6,7 @@ from tokenlake.core.context import Context, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import EvictionDone
 from tokenlake.identity import TenantId
-from tokenlake.memory import Cursor, Segment, State
+from tokenlake.memory import Cursor, Kind, Segment, State
 from tokenlake.memory.removals import OPERATOR_RULE
 from tokenlake.wire.slots import split_keys
 
@@ -15,7 +15,8 @@ MAX_ORDERED = 128
 
 
 class Orders(Part):
-    """Evicts the segments that an operator names. Segments that an engine is writing stay."""
+    """Evicts the segments that an operator names. Those that an engine is writing stay, but not their copies on disk;
+    those that are on their way to this node's memory never arrive."""
 
     def __init__(self, context: Context, disk: Disk) -> None:
         self._context = context
@@ -34,8 +35,9 @@ class Orders(Part):
             # A request may name a segment twice.
             named = {key: store.get(tenant, key) for key in split_keys(keys)}
             evicted, kept = self._evict([each for each in named.values() if each is not None])
-            only_on_disk = [key for key, each in named.items() if each is None]
-            evicted += self._disk.forget(tenant, only_on_disk, OPERATOR_RULE)
+            # Copies on disk that did not leave with those in memory.
+            others = [key for key, each in named.items() if each is None or each.disk < 0]
+            evicted += self._disk.forget(tenant, others, OPERATOR_RULE)
             self._disk.end_erasure(erasure)
             return
         cursor: Cursor | None = Cursor()
@@ -46,10 +48,9 @@ class Orders(Part):
             nonlocal cursor, on_disk, evicted, kept
             if cursor is None:
                 assert on_disk is not None
-                # Some of them came back to memory behind the cursor of the walk through it.
-                dropped, resident, on_disk = self._disk.forget_some(tenant, slot_bytes, on_disk, MAX_ORDERED)
-                some = self._evict(resident)
-                evicted, kept = evicted + dropped + some[0], kept + some[1]
+                # Some of them came back to memory, or are on their way, behind the cursor of the walk through it.
+                dropped, here, on_disk = self._disk.forget_some(tenant, slot_bytes, on_disk, MAX_ORDERED)
+                evicted += dropped + self._evict(here)[0]
                 if on_disk is None:
                     self._under_way -= 1
                     self._disk.end_erasure(erasure)
@@ -68,11 +69,18 @@ class Orders(Part):
         self._context.in_slices(work)
 
     def _evict(self, segments: list[Segment]) -> tuple[int, int]:
-        """Evict those of the segments that are READY. Returns how many were evicted, and how many stay."""
-        ready = [each for each in segments if each.state is State.READY]
-        for segment in ready:
-            self._context.store.evict(segment, self._context.now)
-        return len(ready), len(segments) - len(ready)
+        """Evict those of the segments that are READY, and discard those on their way. Returns how many were evicted,
+        and how many stay because an engine is writing them."""
+        evicted = kept = 0
+        for segment in segments:
+            if segment.state is State.READY:
+                self._context.store.evict(segment, self._context.now)
+                evicted += 1
+            elif segment.kind is Kind.DIRTY:
+                kept += 1
+            else:
+                self._context.store.discard(segment, self._context.now)
+        return evicted, kept
 
     def census(self) -> dict[str, int]:
         return {"ordered evictions": self._under_way}

@@ -4,7 +4,7 @@
 
     (place free) -> WRITING -> RESIDENT <-> ALONE -> (place free)
                        |
-                       +-> VOID, TO_ERASE -> (place free)
+                       +-> TO_ERASE -> (place free)
 
 A place is in use while it is read or erased, or held for a reader: its segment, or nothing, stays there.
 """
@@ -128,29 +128,27 @@ class Entries:
         """A segment is written to a place of the slab, which has room, from now on. Returns its entry."""
         slot, shards = slab.take(), len(segment.checksums) // 8
         entry = self._index.add(segment.key, slab.number, slot, shards, self._notes.pack(note), segment.touched)
-        self._index.states[entry] = EntryState.WRITING
         slab.entries[slot] = entry + 1
         slab.generations[slot] += 1
         segment.disk = entry
         slab.device.writing += slab.footprint
         return entry
 
-    def written(self, entry: int, segment: Segment, done: bool) -> bool:
-        """Handle the end of the write of an entry. `done`: its bytes are on the device. Returns True if the segment is
-        on disk from now on; False also if it left memory during the write, which makes its entry void."""
+    def written(self, entry: int, segment: Segment, done: bool) -> None:
+        """Handle the end of the write of an entry. `done`: its bytes are on the device. The segment is then on disk,
+        unless it left memory during the write."""
         slab, state = self.slab(entry), self._index.states[entry]
         slab.device.writing -= slab.footprint
-        kept, erase = state == EntryState.WRITING, state == EntryState.TO_ERASE
+        erase = state == EntryState.TO_ERASE
         if slab.void or not (done or erase):
-            if kept:
+            if not erase:
                 segment.disk = NO_ENTRY
             self._remove(slab, entry)
             self._drop_void(slab)
-        elif not kept:
-            self.forget(entry, segment.left_by or DISK_RULE, erase=erase)
+        elif erase:
+            self.forget(entry, segment.left_by, erase=True)
         else:
             self._become_resident(slab, entry, segment)
-        return segment.disk == entry
 
     def erases_when_written(self, entry: int) -> bool:
         """True for an entry that is being written and whose segment must never be found."""
@@ -191,12 +189,13 @@ class Entries:
 
     def left(self, segment: Segment, accesses: int, *, keep: bool, erase: bool = False) -> bool:
         """A segment with an entry left memory. `keep`: its bytes on disk still count; `erase`: they must never be found
-        again. Returns True if it stays on disk."""
+        again, which holds for each segment that leaves while it is written. Returns True if it stays on disk."""
         entry, segment.disk = segment.disk, NO_ENTRY
         slab, index = self.slab(entry), self._index
         slab.resident.pop(entry, None)
         if index.states[entry] == EntryState.WRITING:
-            index.states[entry] = EntryState.TO_ERASE if erase else EntryState.VOID
+            assert erase, "a write pins its segments"
+            index.states[entry] = EntryState.TO_ERASE
             return False
         if not keep or slab.void:
             self.forget(entry, segment.left_by or DISK_RULE, erase=erase)

@@ -25,13 +25,12 @@ class EntryState(IntEnum):
     """No entry has this number."""
     WRITING = 1
     """The file layer writes the segment, which is in memory."""
-    VOID = 2
-    """Likewise, but the segment has left memory: its place is free once the write has ended."""
-    TO_ERASE = 3
-    """Likewise, and what was written has to be erased first."""
-    RESIDENT = 4
+    TO_ERASE = 2
+    """Likewise, but the segment has left memory by a rule after which its bytes must never be found: they are erased
+    once the write has ended."""
+    RESIDENT = 3
     """On disk and in memory."""
-    ALONE = 5
+    ALONE = 4
     """On disk only."""
 
 
@@ -84,13 +83,13 @@ class Index:
         return NO_ENTRY
 
     def add(self, key: SegmentKey, slab: int, slot: int, shards: int, note: bytes, accessed: float) -> int:
-        """Add an entry, which must not exist; its state is VOID. Returns its number."""
+        """Add an entry, which must not exist; its state is WRITING. Returns its number."""
         if self._unused:
             entry = self._unused.pop()
             self._keys[entry * KEY_BYTES : (entry + 1) * KEY_BYTES] = key
             self._notes[entry * NOTE_BYTES : (entry + 1) * NOTE_BYTES] = note
             self.slabs[entry], self.slots[entry], self.shards[entry] = slab, slot, shards
-            self.states[entry], self.again[entry], self.queued[entry] = EntryState.VOID, 0, 0
+            self.states[entry], self.again[entry], self.queued[entry] = EntryState.WRITING, 0, 0
             self.accessed[entry] = accessed
         else:
             entry = len(self.slots)
@@ -99,7 +98,7 @@ class Index:
             self.slabs.append(slab)
             self.slots.append(slot)
             self.shards.append(shards)
-            self.states.append(EntryState.VOID)
+            self.states.append(EntryState.WRITING)
             self.again.append(0)
             self.queued.append(0)
             self.previous.append(0)

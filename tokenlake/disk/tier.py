@@ -115,6 +115,9 @@ class DiskTier(Entries):
         return self._write(slab, segment, accesses, victim, now)
 
     def _slab_to_write(self, segment: Segment, now: float) -> Slab | Refusal:
+        if self._index.find(segment.tenant, segment.key) >= 0:
+            # An earlier copy, which left memory while it was written, is still to be erased.
+            return Refusal.VALUE
         device = self._space.device_to_write()
         if device is None:
             return Refusal.QUEUE

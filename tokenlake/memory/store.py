@@ -287,8 +287,10 @@ class SegmentStore:
         self._pools[segment.pool].enter(segment, now)
 
     def discard(self, segment: Segment, now: float) -> None:
-        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin."""
-        self._take_out(segment, now, "")
+        """Take the segment out of the index, if it is there. Its slot is free at once if it is not pinned, else after
+        the last pin."""
+        if segment.state is not _GONE:
+            self._take_out(segment, now, "")
 
     def _take_out(self, segment: Segment, now: float, rule: str) -> None:
         """Take the segment out of the index. `rule`: why, for the log of removals; empty for no reason that counts."""

@@ -123,8 +123,8 @@ class DeviceState(NamedTuple):
 
 
 class Device:
-    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `trim`, `abort`, `watch` and `state`
-    are called on the control loop and never block; `close` blocks."""
+    """A device of the setting `disk`. `start`, `carry_out`, `remove`, `forget`, `abort`, `watch` and `state` are called
+    on the control loop and never block; `close` blocks."""
 
     def __init__(
         self,
@@ -260,9 +260,11 @@ class Device:
             )
 
     def close(self) -> None:
-        """Complete the writes whose bytes are written, and close the files. Segments that wait are LOST."""
+        """Complete the writes whose bytes are written, and close the files. Segments that wait are LOST; they stay on
+        the device, of which the rules learn before that it is gone."""
         with self._changed:
             self._closing = True
+            self._around.post(events.DiskGone(self.number, "the daemon ends"))
             done = self._all_ended()
             self._changed.notify_all()
             self._queued.notify_all()

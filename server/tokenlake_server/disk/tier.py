@@ -135,7 +135,8 @@ class DiskTier:
         handled = threading.Event()
 
         def handle() -> None:
-            self._driver.handle(event)
+            if not self._closing:
+                self._driver.handle(event)
             handled.set()
 
         # A closed loop raises RuntimeError.
@@ -144,7 +145,7 @@ class DiskTier:
             while not handled.wait(DELIVER_S):
                 if self._closing:
                     return False
-            return True
+            return not self._closing
         return False
 
     def evicted(self, reached: Collection[int]) -> list[str]:

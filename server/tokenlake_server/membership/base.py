@@ -17,14 +17,14 @@ class Account(msgspec.Struct, frozen=True):
     moved: tuple[tuple[str, int, int], ...]
     """(node, segments, bytes) of the nodes that took segments over, the one with most segments first."""
     lost: tuple[int, int]
-    """Segments and bytes of the primary copies that no other node took."""
+    """Segments and bytes that the node still owned, in memory or on disk: no other node took them."""
 
     def __str__(self) -> str:
         """For the log and for people."""
         moved = [f"{_amount(segments, nbytes)} to '{node}'" for node, segments, nbytes in self.moved]
         handed = f"handed over {', '.join(moved)}" if moved else "handed nothing over"
         segments, nbytes = self.lost
-        why = "which no other node had room, or within 'drain_s' time, to take"
+        why = "which were on its disk alone, or which no other node had room, or within 'drain_s' time, to take"
         lost = f"lost {_amount(segments, nbytes)}, {why}" if segments else "lost nothing"
         return f"it {handed}, and {lost}"
 

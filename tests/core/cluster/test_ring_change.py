@@ -15,6 +15,7 @@ from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
+from tokenlake.memory import Kind
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import join_keys, split_keys
 
@@ -241,6 +242,17 @@ def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
     assert any(isinstance(message, peer.Offer) for _, message in sent)
     assert node.core.counters[LEFT_BEHIND] == 3
     assert node.drained == [instructions.Drained((), 3, 3 * SLOT)]
+
+
+def test_owned_copies_that_were_not_admitted_count_as_left() -> None:
+    node = Node()
+    (key,) = prompt("left", 1)
+    node.own(key)
+    (segment,) = node.core.store.segments()
+    node.core.store.become(segment, Kind.CACHED, node.now)
+    follow(node, node.core.record.draining("n0"))
+    alive(node, 1.0)
+    assert node.drained == [instructions.Drained((), 1, SLOT)]
 
 
 @pytest.mark.parametrize("takes", ["n1", "n2"])

@@ -21,6 +21,7 @@ from tests.server.disk.scene import bytes_of, entry
 from tokenlake.core import events
 from tokenlake.disk.places import SLAB_BYTES, Place, slab_bytes, unpack_places
 from tokenlake.wire import Code
+from tokenlake_server.disk.check import THREADS
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles
 from tokenlake_server.disk.store import OWN_BYTES
@@ -401,6 +402,24 @@ def test_an_aborted_read_ends_soon() -> None:
         trouble.hanging.set()
         for each in busy:
             assert scene.done(each).codes == bytes([LOCAL]) * 2
+
+
+def test_a_device_that_closes_is_gone_before_its_reads_end() -> None:
+    """The rules would drop the segments that waited to be read as damaged."""
+    with troubled() as (scene, trouble):
+        trouble.hang("read")
+        reads = [scene.start_read(SEGMENTS) for _ in range(2)]
+        wait_until(lambda: len(trouble.hung) == THREADS, "all threads read")
+        closing = threading.Thread(target=scene.device.close)
+        closing.start()
+        ended = scene.done(reads[1])
+        trouble.hanging.set()
+        closing.join()
+        assert ended.codes == bytes([LOST]) * 5
+        kinds = [type(event) for event in scene.seen]
+        assert kinds.index(events.DiskGone) < kinds.index(events.FetchDone)
+    with on(trouble.medium, write=False) as scene:
+        assert scene.read(SEGMENTS) == bytes([LOCAL]) * 5
 
 
 def test_no_thread_of_a_device_that_hangs_keeps_the_process() -> None:

@@ -12,7 +12,8 @@
             the record
 
 Meanwhile this node is on the ring no more, and serves its engines and the other nodes as before. It refuses offers.
-Segments that no node takes stay until the end, and are lost with this node.
+Segments that no node takes stay until the end, and are lost with this node; so are those that it has on disk alone, and
+copies that the policy did not admit, which are not offered.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tokenlake.metrics import Metric
 from tokenlake.timers import Timer
 
 LEFT_BEHIND = Metric(
-    "tokenlake_drain_left_segments_total", "Primary copies that this node still had when it had drained"
+    "tokenlake_drain_left_segments_total",
+    "Segments that this node still owned, in memory or on disk, when it had drained",
 )
 
 EXAMINED = 128
@@ -176,18 +178,41 @@ class Drain(Part):
     # -- the end
 
     def _end(self) -> None:
-        """Nothing is left to hand over, or the time is up."""
-        left = [(pool.counts[Kind.PRIMARY], pool.slot_bytes) for pool in self._context.store.pools()]
-        count = sum(each for each, _ in left)
+        """Nothing is left to hand over, or the time is up: count what this node still owns."""
         self._stop()
-        self._context.counters.add(LEFT_BEHIND, count)
+        cursor: Cursor | None = Cursor()
+        entry: int | None = 0
+        left = Counter[int]()
+
+        def work() -> bool:
+            nonlocal cursor, entry
+            if not self._draining or self._end_timer is not None:
+                # The drain was taken back meanwhile, and another one may have begun.
+                return False
+            if cursor is not None:
+                segments, cursor = self._context.store.walk(cursor, WALKED_SLOTS)
+                left.update(segment.slot_bytes for segment in segments if segment.owned)
+            if entry is not None:
+                entries, entry = self._context.disk.walk(entry, WALKED_SLOTS)
+                slabs = ((each, self._context.disk.slab(each)) for each in entries)
+                left.update(slab.slot_bytes for each, slab in slabs if each not in slab.resident)
+            if cursor is None and entry is None:
+                self._drained(left)
+                return False
+            return True
+
+        self._context.in_slices(work)
+
+    def _drained(self, left: Counter[int]) -> None:
+        """`left`: the segments that this node still owns, by size."""
+        self._context.counters.add(LEFT_BEHIND, left.total())
         segments: Counter[NodeId] = Counter()
         nbytes: Counter[NodeId] = Counter()
         for (node, size), taken in self._ownership.given.items():
             segments[node] += taken
             nbytes[node] += taken * size
         moved = tuple((node, taken, nbytes[node]) for node, taken in segments.most_common())
-        self._context.emit(Drained(moved, count, sum(each * size for each, size in left)))
+        self._context.emit(Drained(moved, left.total(), sum(size * count for size, count in left.items())))
 
     def _stop(self) -> None:
         for timer in (self._end_timer, self._again):

@@ -275,8 +275,9 @@ class Transfers(Part):
         self._context.store.unpin(*self._held.pop(fetch))
 
     def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes = b"") -> None:
-        """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived, free
-        the slots of the others, and call the callbacks that wait for them. `answered`, `held`: see `FetchDone`."""
+        """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived and that
+        no order has evicted meanwhile, free the slots of the others, and call the callbacks that wait for them.
+        `answered`, `held`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         assert len(codes) == len(transfer.segments)
         assert len(checksums) == CHECKSUM_BYTES * transfer.shards * len(codes)
@@ -295,8 +296,13 @@ class Transfers(Part):
         store = self._context.store
         size = len(checksums) // len(codes)
         arrived: list[Segment] = []
+        # An operator may have evicted some meanwhile.
+        outcome = [
+            Code.LOST if segment.state is State.GONE else Code(code)
+            for segment, code in zip(transfer.segments, codes, strict=True)
+        ]
         for index, segment in enumerate(transfer.segments):
-            if codes[index] == Code.LOCAL:
+            if outcome[index] is Code.LOCAL:
                 store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
                 arrived.append(segment)
             else:
@@ -311,7 +317,7 @@ class Transfers(Part):
             self._received(transfer, codes, len(arrived) * transfer.slot_bytes)
         store.touch(arrived, self._context.now)
         waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
-        outcomes = deque(zip(transfer.segments, map(Code, codes), waiters, strict=True))
+        outcomes = deque(zip(transfer.segments, outcome, waiters, strict=True))
         self._settling[fetch] = outcomes
         self._context.in_steps(lambda: self._settle(fetch, outcomes))
         self._start_allowed()

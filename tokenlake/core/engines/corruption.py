@@ -8,8 +8,9 @@ rules drop it if it is wrong.
                                                                                     v
                                                 wrong: the copy leaves the index at once, its directory node is told
 
-A report alone proves nothing: only a failed check drops a copy. One copy is checked at a time, reporters take turns,
-each queue has a bound, and checks that find right bytes take a limited share of one thread's time.
+A report alone proves nothing, nor does a check that could not be made: only wrong bytes that a check has found drop a
+copy. One copy is checked at a time, reporters take turns, each queue has a bound, and checks that find right bytes take
+a limited share of one thread's time.
 """
 
 from __future__ import annotations
