@@ -505,11 +505,9 @@ class Search:
             self._end()
 
     def _engine_computes(self, row: _Row, *, granted: bool) -> None:
-        """End: the engine of the match computes the segment. `granted`: this node has the in-flight marker, which is
-        withdrawn if the engine's process died meanwhile and no other one has stored the segment or is writing it."""
-        stored = self._context.store.get(self._tenant, row.key) is not None
-        if granted and not self._process.alive and not stored:
-            self._parts.directory_node.withdraw(self._tenant, [row.key])
+        """End: the engine of the match computes the segment. `granted`: this node has the in-flight marker."""
+        if granted and self._wait is not None:
+            self._parts.waiting.markers.granted(self._process, row.key, self._wait.in_flight_wait_s)
         self._found.codes[row.index] = _MISSING
         self._end()
 
