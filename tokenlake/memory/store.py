@@ -203,10 +203,13 @@ class SegmentStore:
         parent: SegmentKey | None = None,
         source: NodeId | None = None,
         shards: int = 0,
+        *,
+        for_peer: bool = False,
     ) -> Segment | Code:
         """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
         the reason of the refusal. `source`: the node that owns the segment, if not this one. `shards`: how many shards
-        are committed one by one (`commit_shards`).
+        are committed one by one (`commit_shards`). `for_peer`: another node waits for the segment, so that it does not
+        count as use of this node's engines.
 
         The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
         too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
@@ -216,16 +219,18 @@ class SegmentStore:
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
-            self._press(PoolId(tenant, slot_bytes))
+            if not for_peer:
+                self._press(PoolId(tenant, slot_bytes))
             return self.refusal(tenant, slot_bytes, Code.NO_REGION)
-        if kind is not _PRIMARY:
+        used = kind is not _PRIMARY and not for_peer
+        if used:
             pool.use(1, now)
         if kind is _DIRTY and pool.counts[_DIRTY] >= pool.dirty_slots and not pool.may_write(self.room(pool)):
             return Code.WRITE_BUDGET
         if not pool.free:
             if self.regions.fits(tenant, slot_bytes) is not None:
                 self._grow(pool)
-            elif kind is not _PRIMARY:
+            elif used:
                 self._press(pool.id)
         if not pool.free and kind is _DIRTY and self.regions.making and self.room(pool):
             # Memory is coming, so that no segment is evicted for want of it: the engine tries again.
@@ -366,16 +371,20 @@ class SegmentStore:
                 pool.quarantined -= 1
                 self._free(pool, segment)
 
-    def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
+    def touch(
+        self, segments: Sequence[Segment], now: float, hints: Hints | None = None, *, for_peer: bool = False
+    ) -> None:
         """Count an access of READY segments of one prompt. They come in prompt order and are touched deepest first, so
-        that a parent outlives its children. `hints`: those of the request, if it gave any."""
+        that a parent outlives its children. `hints`: those of the request, if it gave any. `for_peer`: see
+        `reserve`."""
         if not segments:
             return
         if hints is not None:
             _apply_hints(segments, hints)
         at = segments[0].pool
         pool = self._pools[at]
-        pool.use(len(segments), now)
+        if not for_peer:
+            pool.use(len(segments), now)
         for segment in reversed(segments):
             if segment.pool is not at:
                 at = segment.pool
