@@ -100,6 +100,18 @@ def test_gained_keys_are_unknown_at_first() -> None:
     assert node.lookup("n1", new) == (Code.MISSING, ())
 
 
+def test_a_marker_of_a_removed_node_does_not_come_back() -> None:
+    node = Node()
+    record = node.core.record.without("n2")
+    _, key = gained(node, record)
+    node.say("n2", peer.MarkInFlight("red", key, 30.0))
+    assert node.lookup("n1", key) == (Code.PENDING, ())
+    follow(node, record)
+    for _ in range(2):
+        alive(node, 12.0)
+        assert answer(node, "n1", key) == (Code.MISSING, ())
+
+
 def test_a_node_that_joins_after_it_served_alone() -> None:
     """A node that served alone knows nothing of the cluster that it joins."""
     node = Node(MEMBERS.without("n1").without("n2"), empty=True)
