@@ -7,14 +7,14 @@ import pytest
 from tests.core.cluster.test_directory_node import MEMBERS, SLOT, Node, keys_of, owned
 from tests.sim.prompts import prompt
 from tokenlake.core import context, events, instructions
-from tokenlake.core.cluster import directory_node
+from tokenlake.core.cluster import directory_node, drain
 from tokenlake.core.cluster.drain import LEFT_BEHIND
-from tokenlake.core.cluster.handover import HANDED_OVER, MAX_TAKEN
+from tokenlake.core.cluster.handover import HANDED_OVER, MAX_OFFERS, MAX_TAKEN
 from tokenlake.core.cluster.ring_change import READ_S
 from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
-from tokenlake.identity import SegmentKey
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import join_keys, split_keys
 
@@ -242,6 +242,20 @@ def test_offers_are_refused(reason: str) -> None:
             break
     (reply,) = node.say("n2", peer.Offer(1000, "red", key, (0,), 512, 2, NO_HINTS))
     assert (reply.call, reply.codes) == (1000, refused)
+
+
+def test_a_drain_counts_the_offers_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "OFFER_SEGMENTS", 1)
+    node = Node()
+    node.say("n1", peer.Ping(1, EMPTY, 0.0, version(node.core.record)))
+    segments = [node.own(key) for key in prompt("many", 14)]
+    for segment in segments[:5]:
+        node.core._handover.offer(NodeId("n1"), [segment], lambda: None)
+    follow(node, node.core.record.draining("n0"))
+    node.run_until(0.2)
+    assert node.core.census()["offers"] == MAX_OFFERS
+    alive(node, 30.0, "n1")
+    assert node.drained == [instructions.Drained((("n1", 14, 14 * SLOT),))]
 
 
 def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
