@@ -259,12 +259,13 @@ class SegmentStore:
         self._reissued.append(segment.packed)
         return segment
 
-    def admits_primary(self, segment: Segment, now: float) -> bool:
+    def admits_primary(self, segment: Segment, now: float, *, again: bool = False) -> bool:
         """Returns True if this segment, which an engine has written, should become a primary copy of this node: memory
-        is free, or the eviction policy admits it."""
+        is free, or the eviction policy admits it. `again`: it was refused before, and a further refusal does not
+        count."""
         pool = self._pools[segment.pool]
         free = bool(pool.free) or self.regions.fits(*pool.id) is not None
-        return free or self._admits(pool, segment.key, segment.hints, now)
+        return free or self._admits(pool, segment.key, segment.hints, now, again=again)
 
     def commit_shards(self, segment: Segment, shards: Sequence[int], checksums: bytes) -> bool:
         """Take over the checksums of shards of a segment that is being written, in order. Returns True once none is
@@ -531,9 +532,9 @@ class SegmentStore:
         pool.add_region(region, slots)
         self._opened.append((region, nbytes, pool.slot_bytes))
 
-    def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
+    def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float, *, again: bool = False) -> bool:
         admitted = pool.primary.admits(key, hints, now)
-        if not admitted:
+        if not (admitted or again):
             self._counters.add(NOT_ADMITTED)
             self.removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
         return admitted

@@ -10,6 +10,7 @@ from tokenlake.core import context, events, instructions
 from tokenlake.core.cluster import directory_node, drain
 from tokenlake.core.cluster.drain import LEFT_BEHIND
 from tokenlake.core.cluster.handover import HANDED_OVER, MAX_OFFERS, MAX_TAKEN
+from tokenlake.core.cluster.owner import DUPLICATES
 from tokenlake.core.cluster.ring_change import READ_S
 from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
@@ -232,7 +233,7 @@ def test_offers_are_refused(reason: str) -> None:
     """By a node that drains, and by one that takes many already: all full nodes offer to a node that just joined."""
     node = Node()
     key = prompt("offered", 1)[0]
-    refused = bytes([Code.WRITE_BUDGET])
+    refused = bytes([Code.LOST if reason == "drains" else Code.WRITE_BUDGET])
     if reason == "drains":
         follow(node, node.core.record.draining("n0"))
     for call in range(MAX_TAKEN if reason == "takes enough" else 0):
@@ -287,9 +288,10 @@ def test_a_segment_taken_after_the_deadline_counts_as_moved() -> None:
     node.own(key)
     follow(node, node.core.record.draining("n0"))
     node.run_until(0.5)
-    node.say("n2", peer.Redundant("red", key, ("n2",)))
+    node.say("n2", peer.Redundant("red", key, ("n2",), handed_over=True))
     alive(node, 5.0)
     assert node.drained == [instructions.Drained((("n2", 1, SLOT),))]
+    assert (node.core.counters[HANDED_OVER], node.core.counters[DUPLICATES]) == (1, 0)
 
 
 def test_a_drain_ends_at_once_where_all_others_drain() -> None:

@@ -174,7 +174,8 @@ class Handover(Part):
         codes = bytearray(len(keys))
         waiting = len(keys)
         if self._context.draining or self._taking >= MAX_TAKEN:
-            self._reply(node, message.call, bytes([Code.WRITE_BUDGET]) * len(keys))
+            refusal = Code.LOST if self._context.draining else Code.WRITE_BUDGET
+            self._reply(node, message.call, bytes([refusal]) * len(keys))
             return
         self._taking += 1
 
@@ -198,7 +199,7 @@ class Handover(Part):
                 if taken:
                     # Where the reply comes after the deadline of the offer, this message ends the giver's ownership.
                     here = (self._context.node,) * len(taken)
-                    self._peers.tell(node, wire.Redundant(tenant, join_keys(taken), here))
+                    self._peers.tell(node, wire.Redundant(tenant, join_keys(taken), here, handed_over=True))
 
         wanted: list[tuple[SegmentKey, int, OnArrival]] = [
             (key, depth, partial(arrived, index))
