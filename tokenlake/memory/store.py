@@ -211,10 +211,11 @@ class SegmentStore:
         are committed one by one (`commit_shards`). `for_peer`: another node waits for the segment, so that it does not
         count as use of this node's engines.
 
-        The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
-        too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
-        budget takes the slot of a primary copy first, so that the budget can fill; beyond the budget, only when all
-        cached copies are pinned, so that the leased part of a prompt does not keep the rest of it from being read
+        The key must not be indexed. Victims are primary copies whose time to live has passed; then cached copies, for a
+        segment that an engine writes (DIRTY) all of them, for others those beyond their budget; then primary copies
+        that are on disk too; then primary copies by policy. A cached copy within the budget takes the slot of a primary
+        copy first, so that the budget can fill; beyond the budget, only when all cached copies are pinned, so that the
+        leased part of a prompt does not keep the rest of it from being read
         (test_a_cached_tail_leaves_room_for_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
