@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
@@ -355,7 +356,7 @@ class InFlightMarkers(Part):
         if seconds:
             keys = keys[: self._room(session.tenant)]
             held.update(dict.fromkeys(keys, self._context.now + min(seconds, MAX_IN_FLIGHT_WAIT_S)))
-            ended = list(held)[: max(0, len(held) - MAX_MARKERS)]
+            ended = list(islice(held, max(0, len(held) - MAX_MARKERS)))
             for key in ended:
                 del held[key]
             self._held[connection] = session, held
@@ -369,7 +370,7 @@ class InFlightMarkers(Part):
         for session, held in self._held.values():
             if session.tenant == tenant:
                 lasting = (at for at, key in enumerate(held) if self._lasts(tenant, key, held))
-                for key in list(held)[: next(lasting, len(held))]:
+                for key in list(islice(held, next(lasting, len(held)))):
                     del held[key]
                 room -= len(held)
         return max(0, room)
