@@ -28,6 +28,7 @@ from tests.sim.disk import Disk
 from tests.sim.engine import Engine, Reading
 from tests.sim.prompts import prompt
 from tokenlake.core import events
+from tokenlake.core.cluster.serve import PEER_LEASE_SHARE
 from tokenlake.core.disk import KEPT, NOT_ERASED, WRITTEN
 from tokenlake.core.disk_reads import DAMAGED, READ
 from tokenlake.core.instructions import DiskForget, DiskRead, DiskWrite, EvictionDone, Located
@@ -168,6 +169,28 @@ def test_another_node_reads_a_segment_on_disk() -> None:
     cluster.node(1).deliver(events.LocateRequested(1, "red", join_keys(others[0])))
     cluster.run_for(0.1)
     assert said(cluster, 1, Located)[-1].nodes == ("n0",)
+
+
+def test_reads_for_another_node_take_a_share_of_the_slots() -> None:
+    """They do not count as use of the engines of this node, whose memory would otherwise follow them."""
+    cluster, _, _, far = full()
+    core, now = cluster.core(0), cluster.clock.now
+    (pool,) = core.store.pools()
+    used, turnover_s, room = pool.used, pool.turnover_s(now), int(PEER_LEASE_SHARE * core.store.capacity(pool.id))
+    core.store.take_pressed()
+    asked = [key for keys in far for key in keys]
+    assert len(asked) > room
+    orders: list[DiskRead] = []
+    for stream, keys in enumerate(far):
+        out = core.handle(events.PullRequested(stream + 1, "n1", "red", join_keys(keys)), now)
+        orders += [order for order in out if isinstance(order, DiskRead)]
+    assert sum(len(split_keys(order.keys)) for order in orders) == room
+    for order in orders:
+        codes = bytes([Code.LOCAL]) * len(split_keys(order.keys))
+        core.handle(events.FetchDone(order.fetch, codes, bytes(8 * SHARDS * len(codes)), True), now)
+    core.check_integrity()
+    assert (pool.used, pool.turnover_s(now)) == (used, turnover_s)
+    assert not core.store.take_pressed()
 
 
 def test_a_segment_on_disk_stays_known_after_a_read() -> None:

@@ -14,9 +14,9 @@ from tokenlake.core import events
 from tokenlake.core.checks import Checks
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.drain import Drain
-from tokenlake.core.cluster.handover import Handover
+from tokenlake.core.cluster.handover import HANDED_OVER, Handover
 from tokenlake.core.cluster.learned import Learned
-from tokenlake.core.cluster.owner import Ownership
+from tokenlake.core.cluster.owner import DUPLICATES, Ownership
 from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
 from tokenlake.core.cluster.serve import Serving
@@ -42,7 +42,7 @@ from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
-from tokenlake.identity import ConnectionId, Incarnation, NodeId, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.location import Location
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
@@ -102,12 +102,12 @@ class NodeCore:
         self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
-        self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
+        self._grants = Grants(context, self._peers, self._touches, self._markers.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
         self._explain = Explain(context, self._peers)
-        self._waiting = WaitingMatches(context, self._peers, self._directory_node)
+        self._waiting = WaitingMatches(context, self._peers, self._directory_node, self._markers)
         context.store.on_arrival = self._arrived
         self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._waiting, self._explain)
         self._corruption = Corruption(context)
@@ -209,7 +209,9 @@ class NodeCore:
             peer.OfferReply: self._peers.replied,
             peer.Owned: self._owned,
             peer.AdvertisingDone: self._directory_node.advertised,
-            peer.Redundant: lambda node, m: self._ownership.redundant(self._directory_node.believed(node, m)),
+            peer.Redundant: lambda node, m: self._ownership.redundant(
+                self._directory_node.believed(node, m), HANDED_OVER if m.handed_over else DUPLICATES
+            ),
             peer.Unfound: self._directory_node.unfound,
             peer.Evicted: self._evicted,
             peer.Touched: self._touches.touched,
@@ -441,12 +443,12 @@ class NodeCore:
 
     def _report_gone(self, gone: Sequence[Segment]) -> None:
         """Tell the directory nodes which segments left this node, by which rule, and their last access."""
-        groups: dict[tuple[TenantId, str, AccessRecord], list[Segment]] = {}
+        groups: dict[tuple[TenantId, str, AccessRecord, float], list[SegmentKey]] = {}
         for segment in gone:
-            groups.setdefault((segment.tenant, segment.left_by, segment.hints.access), []).append(segment)
-        for (tenant, rule, access), segments in groups.items():
-            age_s = self._context.since(segments[0].touched)
-            self._directory_node.tell_evicted(tenant, [segment.key for segment in segments], rule, access, age_s)
+            group = segment.tenant, segment.left_by, segment.hints.access, segment.touched
+            groups.setdefault(group, []).append(segment.key)
+        for (tenant, rule, access, touched), keys in groups.items():
+            self._directory_node.tell_evicted(tenant, keys, rule, access, self._context.since(touched))
 
     def _report(self) -> None:
         self._touches.report()

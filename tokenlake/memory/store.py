@@ -203,29 +203,35 @@ class SegmentStore:
         parent: SegmentKey | None = None,
         source: NodeId | None = None,
         shards: int = 0,
+        *,
+        for_peer: bool = False,
     ) -> Segment | Code:
         """Reserve a slot for a new segment. Returns the segment (RESERVED, indexed, and pinned once for the caller), or
         the reason of the refusal. `source`: the node that owns the segment, if not this one. `shards`: how many shards
-        are committed one by one (`commit_shards`).
+        are committed one by one (`commit_shards`). `for_peer`: another node waits for the segment, so that it does not
+        count as use of this node's engines.
 
-        The key must not be indexed. Victims are cached copies beyond their budget, then primary copies that are on disk
-        too (unless the time to live of another one has passed), then primary copies by policy. A cached copy within the
-        budget takes the slot of a primary copy first, so that the budget can fill; beyond the budget, only when all
-        cached copies are pinned, so that the leased part of a prompt does not keep the rest of it from being read
+        The key must not be indexed. Victims are primary copies whose time to live has passed; then cached copies, for a
+        segment that an engine writes (DIRTY) all of them, for others those beyond their budget; then primary copies
+        that are on disk too; then primary copies by policy. A cached copy within the budget takes the slot of a primary
+        copy first, so that the budget can fill; beyond the budget, only when all cached copies are pinned, so that the
+        leased part of a prompt does not keep the rest of it from being read
         (test_a_cached_tail_leaves_room_for_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
-            self._press(PoolId(tenant, slot_bytes))
+            if not for_peer:
+                self._press(PoolId(tenant, slot_bytes))
             return self.refusal(tenant, slot_bytes, Code.NO_REGION)
-        if kind is not _PRIMARY:
+        used = kind is not _PRIMARY and not for_peer
+        if used:
             pool.use(1, now)
         if kind is _DIRTY and pool.counts[_DIRTY] >= pool.dirty_slots and not pool.may_write(self.room(pool)):
             return Code.WRITE_BUDGET
         if not pool.free:
             if self.regions.fits(tenant, slot_bytes) is not None:
                 self._grow(pool)
-            elif kind is not _PRIMARY:
+            elif used:
                 self._press(pool.id)
         if not pool.free and kind is _DIRTY and self.regions.making and self.room(pool):
             # Memory is coming, so that no segment is evicted for want of it: the engine tries again.
@@ -254,12 +260,13 @@ class SegmentStore:
         self._reissued.append(segment.packed)
         return segment
 
-    def admits_primary(self, segment: Segment, now: float) -> bool:
+    def admits_primary(self, segment: Segment, now: float, *, again: bool = False) -> bool:
         """Returns True if this segment, which an engine has written, should become a primary copy of this node: memory
-        is free, or the eviction policy admits it."""
+        is free, or the eviction policy admits it. `again`: it was refused before, and a further refusal does not
+        count."""
         pool = self._pools[segment.pool]
         free = bool(pool.free) or self.regions.fits(*pool.id) is not None
-        return free or self._admits(pool, segment.key, segment.hints, now)
+        return free or self._admits(pool, segment.key, segment.hints, now, again=again)
 
     def commit_shards(self, segment: Segment, shards: Sequence[int], checksums: bytes) -> bool:
         """Take over the checksums of shards of a segment that is being written, in order. Returns True once none is
@@ -368,16 +375,20 @@ class SegmentStore:
                 pool.quarantined -= 1
                 self._free(pool, segment)
 
-    def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
+    def touch(
+        self, segments: Sequence[Segment], now: float, hints: Hints | None = None, *, for_peer: bool = False
+    ) -> None:
         """Count an access of READY segments of one prompt. They come in prompt order and are touched deepest first, so
-        that a parent outlives its children. `hints`: those of the request, if it gave any."""
+        that a parent outlives its children. `hints`: those of the request, if it gave any. `for_peer`: see
+        `reserve`."""
         if not segments:
             return
         if hints is not None:
             _apply_hints(segments, hints)
         at = segments[0].pool
         pool = self._pools[at]
-        pool.use(len(segments), now)
+        if not for_peer:
+            pool.use(len(segments), now)
         for segment in reversed(segments):
             if segment.pool is not at:
                 at = segment.pool
@@ -524,9 +535,9 @@ class SegmentStore:
         pool.add_region(region, slots)
         self._opened.append((region, nbytes, pool.slot_bytes))
 
-    def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
+    def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float, *, again: bool = False) -> bool:
         admitted = pool.primary.admits(key, hints, now)
-        if not admitted:
+        if not (admitted or again):
             self._counters.add(NOT_ADMITTED)
             self.removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
         return admitted

@@ -264,6 +264,8 @@ class Redundant(_Message, frozen=True, tag=14):
     tenant: Name
     keys: bytes
     nodes: tuple[Name, ...]
+    handed_over: bool = False
+    """True from a node to which the receiver has handed over the segments."""
 
 
 class Evicted(_Message, frozen=True, tag=15):

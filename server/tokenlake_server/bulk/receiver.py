@@ -171,8 +171,8 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 class BulkReceiver:
-    """Receives segments from other nodes: carries out the rules' instructions `StartFetch`, and `AbortFetch`
-    for the disk tier (`abort`)."""
+    """Receives segments from other nodes: carries out the rules' instructions `StartFetch`, and `AbortFetch`, which the
+    disk tier passes on to `abort`."""
 
     def __init__(
         self,

@@ -20,6 +20,9 @@ from tokenlake_server.peers.connections import PeerConnections
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""Seconds after which a change of the members that failed is tried again."""
+
 
 async def _nothing() -> None:
     return
@@ -51,13 +54,15 @@ class RingFollower:
         """Waits until a caller has read the account of the drain, if one wants to."""
         self.drain_s = driver.core.config.drain_s
         """Limit of the seconds of a drain."""
+        self._newest: Members | None = None
         self._changing = asyncio.Lock()
         self._working: set[asyncio.Task[None]] = set()
         driver.carry_out(Drained, lambda order: self.begin(self._leave(order)))
 
     def follow(self, members: Members) -> None:
         """Follow a change of the members."""
-        self.begin(self._change(members.record, members.addresses))
+        self._newest = members
+        self.begin(self._follow(members))
         unproven = {name: self._reachable(name, at) for name, at in members.unproven.items()}
         self._peers.introductions.follow(unproven)
 
@@ -70,7 +75,7 @@ class RingFollower:
     def _worked(self, task: asyncio.Task[None]) -> None:
         self._working.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a change of the members failed", exc_info=error)
+            log.error("work of the membership failed", exc_info=error)
 
     async def drain(self) -> None:
         """Let this node hand its segments over and leave the ring; `left` is set then. Raises `Unreachable` and
@@ -88,6 +93,17 @@ class RingFollower:
         except TokenLakeError as error:
             log.error("this node has drained, but could not leave the ring (`tokenlake remove` does it): %s", error)
         self.left.set()
+
+    async def _follow(self, members: Members) -> None:
+        """Follow a change, again after each failure until there is a newer one."""
+        while True:
+            try:
+                return await self._change(members.record, members.addresses)
+            except Exception:
+                log.exception("a change of the members failed, and is tried again in %g s", AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+            if members is not self._newest:
+                return
 
     async def _change(self, record: RingRecord, addresses: Mapping[str, Address]) -> None:
         """Follow a ring record, with the address of each member: the rules first, then the connections. A record that

@@ -86,6 +86,18 @@ def keys_of(node: Node, first: str, second: str, count: int = 1) -> list[Segment
     return [key for key, pair in pairs if pair == (first, second)][:count]
 
 
+def test_an_eviction_tells_the_age_of_each_segment() -> None:
+    node = Node()
+    keys = keys_of(node, "n1", "n2", 2)
+    for key in keys:
+        node.own(key)
+        node.run_until(node.now + 10.0)
+    node.say("n1", peer.AdvertisingDone())
+    sent = node.handle(events.EvictRequested(1, "red", join_keys(keys), SLOT))
+    ages = {message.keys: message.last_access_age_s for _, message in sent if isinstance(message, peer.Evicted)}
+    assert ages == {keys[0]: 20.0, keys[1]: 10.0}
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["all have advertised", "the grace period has passed"])
 def test_unknown_until_all_peers_have_advertised(late: bool) -> None:
     node = Node(empty=True)

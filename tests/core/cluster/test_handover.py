@@ -131,6 +131,7 @@ def test_any_node_may_be_the_directory_node(pair: tuple[int, int]) -> None:
     cluster.run_for(0.5)
     check_handed_over(cluster, 0, 2, reader, keys)
     assert cluster.core(0).counters[HANDED_OVER] == 2
+    assert [message.handed_over for message in said(cluster, 2, peer.Redundant) if message.nodes[0] == "n2"] == [True]
 
 
 def test_a_cached_copy_is_taken_over_without_a_transfer() -> None:

@@ -101,6 +101,7 @@ def test_a_read_admits_a_refused_segment(full: tuple[Cluster, list[Engine]], rea
     REFUSALS[key] = 2
     store(cluster, engines[0], [key])
     for _ in range(2):
+        assert cluster.core(0).counters[NOT_ADMITTED] == 1, "a read of a refused copy is no further refusal"
         assert kinds(cluster, key)[0] is Kind.CACHED
         assert read(cluster, engines[reader], key) in (Code.LOCAL, Code.REMOTE)
     assert kinds(cluster, key)[0] is Kind.PRIMARY

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.core.cluster.test_directory_node import Node
 from tests.core.scenes import answer, ask, calm, copies, fetch, match, placed, prepare, said, store, stored, within
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
 from tokenlake.core.cluster.peers import PINGED, SUSPECTED, UNANSWERED
 from tokenlake.core.cluster.transfer import ABORTED
-from tokenlake.identity import SegmentKey
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
@@ -62,6 +63,17 @@ def test_a_frozen_peer_costs_one_deadline() -> None:
     assert usable(cluster, 0, 1)
     assert usable(cluster, 1, 0)
     assert list(match(cluster, reader, keys).codes) == [Code.MISSING]
+
+
+def test_a_peer_that_sends_frames_is_not_suspect() -> None:
+    """Peer n1 leaves its pings unanswered, and sends other messages; n2 sends nothing."""
+    node = Node()
+    for _ in range(20):
+        node.run_until(node.now + 0.1)
+        node.say("n1", peer.Evicted("red", b""))
+    assert node.core.counters[SUSPECTED] == 1
+    assert node.core._peers.reachable(NodeId("n1"))
+    assert not node.core._peers.reachable(NodeId("n2"))
 
 
 def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:

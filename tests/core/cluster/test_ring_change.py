@@ -7,14 +7,15 @@ import pytest
 from tests.core.cluster.test_directory_node import MEMBERS, SLOT, Node, keys_of, owned
 from tests.sim.prompts import prompt
 from tokenlake.core import context, events, instructions
-from tokenlake.core.cluster import directory_node
+from tokenlake.core.cluster import directory_node, drain
 from tokenlake.core.cluster.drain import LEFT_BEHIND
-from tokenlake.core.cluster.handover import HANDED_OVER, MAX_TAKEN
+from tokenlake.core.cluster.handover import HANDED_OVER, MAX_OFFERS, MAX_TAKEN
+from tokenlake.core.cluster.owner import DUPLICATES
 from tokenlake.core.cluster.ring_change import READ_S
 from tokenlake.directory.ring import Ring
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import NO_HINTS
-from tokenlake.identity import SegmentKey
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.memory import Kind
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import join_keys, split_keys
@@ -99,6 +100,18 @@ def test_gained_keys_are_unknown_at_first() -> None:
     node.say("n1", peer.Evicted("red", new))
     node.say("n1", peer.AdvertisingDone(version(record)))
     assert node.lookup("n1", new) == (Code.MISSING, ())
+
+
+def test_a_marker_of_a_removed_node_does_not_come_back() -> None:
+    node = Node()
+    record = node.core.record.without("n2")
+    _, key = gained(node, record)
+    node.say("n2", peer.MarkInFlight("red", key, 30.0))
+    assert node.lookup("n1", key) == (Code.PENDING, ())
+    follow(node, record)
+    for _ in range(2):
+        alive(node, 12.0)
+        assert answer(node, "n1", key) == (Code.MISSING, ())
 
 
 def test_a_node_that_joins_after_it_served_alone() -> None:
@@ -221,7 +234,7 @@ def test_offers_are_refused(reason: str) -> None:
     """By a node that drains, and by one that takes many already: all full nodes offer to a node that just joined."""
     node = Node()
     key = prompt("offered", 1)[0]
-    refused = bytes([Code.WRITE_BUDGET])
+    refused = bytes([Code.LOST if reason == "drains" else Code.WRITE_BUDGET])
     if reason == "drains":
         follow(node, node.core.record.draining("n0"))
     for call in range(MAX_TAKEN if reason == "takes enough" else 0):
@@ -231,6 +244,20 @@ def test_offers_are_refused(reason: str) -> None:
             break
     (reply,) = node.say("n2", peer.Offer(1000, "red", key, (0,), 512, 2, NO_HINTS))
     assert (reply.call, reply.codes) == (1000, refused)
+
+
+def test_a_drain_counts_the_offers_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "OFFER_SEGMENTS", 1)
+    node = Node()
+    node.say("n1", peer.Ping(1, EMPTY, 0.0, version(node.core.record)))
+    segments = [node.own(key) for key in prompt("many", 14)]
+    for segment in segments[:5]:
+        node.core._handover.offer(NodeId("n1"), [segment], lambda: None)
+    follow(node, node.core.record.draining("n0"))
+    node.run_until(0.2)
+    assert node.core.census()["offers"] == MAX_OFFERS
+    alive(node, 30.0, "n1")
+    assert node.drained == [instructions.Drained((("n1", 14, 14 * SLOT),))]
 
 
 def test_segments_that_all_nodes_refuse_are_counted_as_left() -> None:
@@ -273,9 +300,10 @@ def test_a_segment_taken_after_the_deadline_counts_as_moved() -> None:
     node.own(key)
     follow(node, node.core.record.draining("n0"))
     node.run_until(0.5)
-    node.say("n2", peer.Redundant("red", key, ("n2",)))
+    node.say("n2", peer.Redundant("red", key, ("n2",), handed_over=True))
     alive(node, 5.0)
     assert node.drained == [instructions.Drained((("n2", 1, SLOT),))]
+    assert (node.core.counters[HANDED_OVER], node.core.counters[DUPLICATES]) == (1, 0)
 
 
 def test_a_drain_ends_at_once_where_all_others_drain() -> None:

@@ -36,7 +36,7 @@ class Scene:
         peers = Peers(self.context, *4 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
         touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None)
-        self.grants = Grants(self.context, peers, touches, lambda tenant, keys: None)
+        self.grants = Grants(self.context, peers, touches, lambda tenant, keys, session: None)
         self.session = SessionGrants(RED, SLOT_BYTES, TOKENS)
 
     def reserve(self, number: int) -> Segment:

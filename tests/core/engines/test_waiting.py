@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.core.scenes import ask, calm, copies, missed, placed, release, said, store, tell
+from tests.core.scenes import answer, ask, calm, copies, missed, placed, release, said, store, tell
 from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
@@ -149,10 +149,14 @@ def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     cluster.check_settled()
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["", "marked by another"])
 @pytest.mark.parametrize("polled", [False, True], ids=["at its lookup", "at its poll"])
-def test_death_before_a_marker_is_granted(polled: bool) -> None:
-    """An engine that dies before its marker is granted keeps no other from computing."""
+def test_death_before_a_marker_is_granted(polled: bool, marked: bool) -> None:
+    """An engine that dies before its marker is granted keeps no other from computing, unless another engine of its node
+    has set the marker meanwhile."""
     cluster, engines, keys = scene(each=1)
+    beside = cluster.join(3)
+    cluster.run_for(0.1)
     if polled:
         prepared = ask(engines[0].processes[0], engine.Prepare, keys[0], 0)
         cluster.run_for(0.05)
@@ -165,10 +169,12 @@ def test_death_before_a_marker_is_granted(polled: bool) -> None:
     while not any(each.marker_s for each in said(cluster, 3, peer.Lookup)[before:]) and cluster.clock.now < until:
         cluster.run_for(0.0001)
     cluster.node(3).deliver(events.ProcessGone(engines[3].processes[0].connection))
+    if marked:
+        mark(cluster, beside, keys[:1], 5.0)
     cluster.run_for(0.05)
     waiting = wait_for(engines[2], keys[:1], 5.0)
     cluster.run_for(0.3)
-    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+    assert [reply.codes[0] for reply in waiting] == ([] if marked else [Code.MISSING])
 
 
 def test_segments_of_a_node_that_died_are_not_hits() -> None:
@@ -370,6 +376,74 @@ def test_the_end_of_markers_ends_the_wait(
     cluster.run_for(0.3)
     assert [(reply.hits, reply.codes[1]) for reply in waiting] == [(1, Code.MISSING)]
     cluster.check()
+
+
+def abort(cluster: Cluster, writer: Engine, keys: list[SegmentKey]) -> None:
+    prepared = answer(cluster, writer.processes[0], engine.Prepare, join_keys(keys), 0)
+    tell(cluster, writer.processes[0], engine.Abort(prepared.write))
+
+
+@pytest.mark.parametrize("end", [withdraw, die, push_out, abort], ids=lambda end: end.__name__)
+def test_another_process_keeps_its_markers(
+    end: Callable[[Cluster, Engine, list[SegmentKey]], None],
+) -> None:
+    cluster, writer, reader, keys = marked()
+    other = cluster.join(0)
+    cluster.run_for(0.1)
+    for each in (writer, other):
+        mark(cluster, each, keys, 5.0)
+    waiting = wait_for(reader, keys, 5.0)
+    if end is push_out:
+        mark(cluster, writer, [SegmentKey(number.to_bytes(32, "big")) for number in range(MAX_MARKERS)], 5.0)
+    else:
+        end(cluster, writer, keys)
+    cluster.run_for(0.3)
+    assert waiting == []
+    withdraw(cluster, other, keys)
+    cluster.run_for(0.3)
+    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+
+
+def test_a_process_told_to_compute_keeps_its_marker() -> None:
+    """Its match got the marker; another process of its node withdraws those that it set meanwhile."""
+    cluster, writer, reader, keys = marked()
+    other = cluster.join(0)
+    cluster.run_for(0.1)
+    told = wait_for(writer, keys[:1], 5.0)
+    cluster.run_for(0.1)
+    assert told[0].codes[0] == Code.MISSING
+    mark(cluster, other, keys[:1], 5.0)
+    withdraw(cluster, other, keys[:1])
+    waiting = wait_for(reader, keys[:1], 5.0)
+    cluster.run_for(0.3)
+    assert waiting == []
+    die(cluster, writer, keys)
+    cluster.run_for(0.3)
+    assert [reply.codes[0] for reply in waiting] == [Code.MISSING]
+
+
+def stored(cluster: Cluster, writer: Engine, keys: list[SegmentKey]) -> None:
+    store(cluster, writer, keys)
+
+
+@pytest.mark.parametrize("end", [let_time_pass, stored], ids=lambda end: end.__name__)
+def test_markers_that_ended_leave_room(
+    end: Callable[[Cluster, Engine, list[SegmentKey]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The markers of a tenant are bounded; those whose time is over or whose segments are stored do not count."""
+    monkeypatch.setattr(waiting, "MAX_MARKERS_BY_TENANT", 4)
+    cluster, writer, reader, keys = marked()
+    other = cluster.join(0)
+    cluster.run_for(0.1)
+    mark(cluster, writer, keys[:4], 2.0)
+    mark(cluster, other, keys[4:], 9.0)
+    assert cluster.core(0).census()["in-flight markers"] == 4
+    end(cluster, writer, keys[:4])
+    mark(cluster, other, keys[4:], 9.0)
+    assert cluster.core(0).census()["in-flight markers"] == 1
+    asked = wait_for(reader, keys[4:], 5.0)
+    cluster.run_for(0.3)
+    assert asked == []
 
 
 def test_the_time_of_a_marker_is_bounded() -> None:

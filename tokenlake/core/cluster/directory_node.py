@@ -73,8 +73,9 @@ class DirectoryNode(Part):
         None."""
         self._changed_at = -math.inf
         """Time in seconds of the last change of the ring."""
-        self._left: dict[NodeId, None] = {}
-        """Nodes that left the ring record, until their entries are swept."""
+        self._left: dict[NodeId, float] = {}
+        """Nodes that left the ring record, until their entries are swept and their markers have ended, and the time in
+        seconds at which they left."""
         self._moved = False
         """True while the directory may have entries of keys of which this node is no candidate any more."""
         self._walks: dict[NodeId, int] = {}
@@ -333,10 +334,13 @@ class DirectoryNode(Part):
         more = self._directory.sweep(SWEPT_ENTRIES, self._mine if self._moved else None)
         if not more:
             self._moved = False
-            for node in self._left:
-                if self._peers.get(node) is None:
+            ended = self._context.now - self._context.config.reservation_s
+            for node, left_at in list(self._left.items()):
+                if self._peers.get(node) is not None:
+                    del self._left[node]
+                elif left_at <= ended:
                     self._directory.forget_life(node)
-            self._left.clear()
+                    del self._left[node]
         return more
 
     def _mine(self, keys: Sequence[SegmentKey]) -> list[bool]:
@@ -369,14 +373,14 @@ class DirectoryNode(Part):
         self._changed_at = self._context.now
 
     def after_ring_change(self, left: Iterable[Peer]) -> None:
-        """The ring has changed from `Context.previous_ring`, on which all segments were told, and these members left:
-        tell the new directory nodes the segments of this node that moved to them. Walks that are under way begin
-        again."""
+        """The ring has changed from `Context.previous_ring`, on which all segments were told, and these members left,
+        whose entries `forget_moved` sweeps: tell the new directory nodes the segments of this node that moved to them.
+        Walks that are under way begin again."""
         for peer in left:
             self._known.pop(peer.node, None)
             self._advertised.pop(peer.node, None)
             self._directory.forget(peer.node, Incarnation(-1))
-            self._left[peer.node] = None
+            self._left[peer.node] = self._context.now
         previous, under_way = self._context.previous_ring, [node for node in self._walks if node != _CHANGE]
         self._walks.clear()
 

@@ -111,7 +111,7 @@ class Drain(Part):
     def _offer_some(self) -> None:
         if self._end_timer is None:
             return
-        while self._offered.total() < MAX_OFFERS:
+        while self._handover.offers < MAX_OFFERS:
             node, least = self._receiver()
             part = self._next_part(least) if node is not None else []
             if node is None or not part:

@@ -75,8 +75,8 @@ class Handover(Part):
         self._transfers = transfers
         self._leads: dict[NodeId, float] = {}
         """Running mean of `Vacancy.lead` (how much emptier the node is than this one) for each other node."""
-        self._offers = 0
-        """Offers that are not answered yet."""
+        self.offers = 0
+        """Offers that are not answered yet, those of a drain included."""
         self._comparing = False
         self._taking = 0
         """Offers of other nodes that are being taken."""
@@ -105,8 +105,8 @@ class Handover(Part):
 
     def committed(self, segments: Sequence[Segment]) -> None:
         """Handle the commit of a write. `segments`: READY, in prompt order. If another node has been clearly emptier
-        for long, those that this node owns are offered to it."""
-        if self._offers >= MAX_OFFERS or max(self._leads.values(), default=0.0) < CLEARLY:
+        for long, those that this node owns are offered to it, unless a drain offers all of them."""
+        if self._context.draining or self.offers >= MAX_OFFERS or max(self._leads.values(), default=0.0) < CLEARLY:
             return
         segments = [segment for segment in segments if segment.owned]
         node = self._emptiest() if segments else None
@@ -127,7 +127,7 @@ class Handover(Part):
             shards=len(first.checksums) // CHECKSUM_BYTES,
             hints=first.hints,
         )
-        self._offers += 1
+        self.offers += 1
         wait_s = GRACE_S + deadline_s(self._peers.path(node).predict_s(first.slot_bytes * len(segments)))
         self._peers.call(node, make, wait_s, partial(self._answered, node, segments, done), proves_life=False)
 
@@ -155,7 +155,7 @@ class Handover(Part):
     def _answered(
         self, node: NodeId, segments: Sequence[Segment], done: Callable[[], None], reply: Reply | None
     ) -> None:
-        self._offers -= 1
+        self.offers -= 1
         if isinstance(reply, wire.OfferReply):
             # The deepest segment changes its kind first, so that the beginning of the prompt is evicted last.
             for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
@@ -174,7 +174,8 @@ class Handover(Part):
         codes = bytearray(len(keys))
         waiting = len(keys)
         if self._context.draining or self._taking >= MAX_TAKEN:
-            self._reply(node, message.call, bytes([Code.WRITE_BUDGET]) * len(keys))
+            refusal = Code.LOST if self._context.draining else Code.WRITE_BUDGET
+            self._reply(node, message.call, bytes([refusal]) * len(keys))
             return
         self._taking += 1
 
@@ -198,7 +199,7 @@ class Handover(Part):
                 if taken:
                     # Where the reply comes after the deadline of the offer, this message ends the giver's ownership.
                     here = (self._context.node,) * len(taken)
-                    self._peers.tell(node, wire.Redundant(tenant, join_keys(taken), here))
+                    self._peers.tell(node, wire.Redundant(tenant, join_keys(taken), here, handed_over=True))
 
         wanted: list[tuple[SegmentKey, int, OnArrival]] = [
             (key, depth, partial(arrived, index))
@@ -232,4 +233,4 @@ class Handover(Part):
     # -- checks
 
     def census(self) -> dict[str, int]:
-        return {"offers": self._offers, "offers being taken": self._taking}
+        return {"offers": self.offers, "offers being taken": self._taking}

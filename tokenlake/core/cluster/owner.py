@@ -73,9 +73,9 @@ class Ownership:
             store.become(segment, kind, now)
         self._directory_node.tell_owned(tenant, [segment.key for segment in segments])
 
-    def redundant(self, message: wire.Redundant) -> None:
+    def redundant(self, message: wire.Redundant, metric: Metric = DUPLICATES) -> None:
         """Handle the answer of a directory node that other nodes own these segments: the copies of this node become
-        cached copies, and those on disk are dropped."""
+        cached copies, counted in `metric`, and those on disk are dropped."""
         tenant = TenantId(message.tenant)
         self._disk.forget(tenant, split_keys(message.keys), REDUNDANT_RULE)
         for key, owner in zip(split_keys(message.keys), message.nodes, strict=False):
@@ -84,7 +84,7 @@ class Ownership:
                 # A cached copy without a source that is not READY is being read from disk: this node would own it from
                 # the end of the read on.
                 self.give_up(segment, NodeId(owner))
-                self._context.counters.add(DUPLICATES)
+                self._context.counters.add(metric)
 
     def give_up(self, segment: Segment, owner: NodeId) -> None:
         """`owner` owns a segment of this node from now on: the copy here is a cached one."""
@@ -131,6 +131,6 @@ class Ownership:
         store, now = self._context.store, self._context.now
         for segment in segments:
             if segment.kind is _CACHED and segment.source is None and segment.state is State.READY:
-                if not store.admits_primary(segment, now):
+                if not store.admits_primary(segment, now, again=True):
                     return
                 store.become(segment, _PRIMARY, now)

@@ -3,7 +3,7 @@
 Call deadlines and peer liveness are separate. A call that misses its deadline is a miss for its caller and makes the
 peer overdue: no call but a ping goes to the peer until it sends something, so a silent peer costs the matches that wait
 for it one deadline, and later matches nothing. A call that arrived late, or was cut short, says nothing of the peer. A
-peer that leaves pings unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
+peer that sends nothing for `suspect_s` after a ping is SUSPECT, and is sent nothing but pings.
 
 ::
 
@@ -374,7 +374,7 @@ class Peers(Part):
                 peer,
                 lambda call: wire.Ping(call, vacancy, load, ring),
                 config.suspect_s,
-                lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
+                partial(self._ponged, peer, self._context.now),
                 proves_life=True,
             )
         self._context.after(self._context.config.gossip_s, self._ping)
@@ -386,8 +386,8 @@ class Peers(Part):
         since = self._context.now - self._round_s
         return doubted + [peer for peer in next_ones if peer.usable and peer.reported_at < since]
 
-    def _ponged(self, peer: Peer, reply: Reply | None) -> None:
-        if reply is None and peer.up and not peer.suspect:
+    def _ponged(self, peer: Peer, pinged_at: float, reply: Reply | None) -> None:
+        if reply is None and peer.up and not peer.suspect and peer.liveness.heard_at <= pinged_at:
             peer.suspect = True
             self._context.counters.add(SUSPECTED)
             self._context.emit(Note(f"peer {peer.node} is SUSPECT: no answer for {self._context.config.suspect_s} s"))

@@ -460,13 +460,29 @@ class Serving(Part):
         """Send segments to `node` over the bulk connection `stream`: those that this node has are pinned and sent, the
         codes of the others are LOST. Segments on disk are read back first. `background`: no engine of `node` waits for
         them. A node that reads slowly is sent no further segments while those under way to it are as many as all other
-        nodes together may lease."""
+        nodes together may lease; as many are read from disk for other nodes at a time."""
         pull, found = _Pull(stream, node, tenant, keys, background), self._context.ready(tenant, keys)
-        disk = self._context.on_disk(tenant, keys, found)
+        disk = self._readable(pull, found)
         if disk:
             self._read_back(pull, found, disk)
         else:
             self._send(pull, found)
+
+    def _readable(self, pull: _Pull, found: Sequence[Segment | None]) -> dict[int, int]:
+        """Returns the entries of the segments on disk that are read for a pull, by index: as many as there is room for
+        besides the segments in memory that it sends, those that other pulls read and those under way to its node."""
+        entries = self._context.on_disk(pull.tenant, pull.keys, found)
+        if not entries:
+            return entries
+        slab = self._context.disk.slab(next(iter(entries.values())))
+        pool = self._context.store.pool(slab.tenant, slab.slot_bytes)
+        held = sum(each.awaited + len(each.segments) for each in self._reads) + self._sending[pull.node]
+        room = self._limit(pool.id) - held - (len(found) - found.count(None)) if pool is not None else 0
+        return dict(itertools.islice(entries.items(), max(0, room)))
+
+    def _limit(self, pool: PoolId) -> int:
+        """Returns how many slots of `pool` the segments of the sends under way to one node may have."""
+        return max(1, int(PEER_LEASE_SHARE * self._context.store.capacity(pool)))
 
     def _read_back(self, pull: _Pull, found: Sequence[Segment | None], entries: Mapping[int, int]) -> None:
         """Read segments from disk, and then send them with those in memory, which are pinned meanwhile. The bulk
@@ -484,7 +500,14 @@ class Serving(Part):
         for (slot_bytes, shards), wanted in by_shape.items():
             wait_s = min(MAX_DEADLINE_S, deadline_s(self._transfers.predict_s(here, slot_bytes * len(wanted))))
             self._transfers.bring(
-                here, pull.tenant, wanted, kind=Kind.CACHED, slot_bytes=slot_bytes, shards=shards, wait_s=wait_s
+                here,
+                pull.tenant,
+                wanted,
+                kind=Kind.CACHED,
+                slot_bytes=slot_bytes,
+                shards=shards,
+                wait_s=wait_s,
+                for_peer=True,
             )
 
     def _read(self, pull: _Pull, segment: Segment | None, code: Code) -> None:
@@ -508,8 +531,7 @@ class Serving(Part):
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
         sent = [segment for segment in found if segment is not None] if slot_bytes else []
         if sent:
-            limit = max(1, int(PEER_LEASE_SHARE * self._context.store.capacity(sent[0].pool)))
-            del sent[max(0, limit - self._sending[node]) :]
+            del sent[max(0, self._limit(sent[0].pool) - self._sending[node]) :]
         codes = bytearray([Code.LOST]) * len(found)
         having = (index for index, segment in enumerate(found) if segment is not None)
         for index in itertools.islice(having, len(sent)):

@@ -53,6 +53,8 @@ class Transfer:
     places: list[tuple[Slab, int]] = field(default_factory=list)
     """The places of the segments on the device."""
     aborted: bool = False
+    for_peer: bool = False
+    """Another node waits for the segments, and no engine of this one."""
 
     @property
     def background(self) -> bool:

@@ -107,6 +107,7 @@ class Transfers(Part):
         request: str = "",
         hints: Hints | None = None,
         disk_s: float = 0.0,
+        for_peer: bool = False,
     ) -> None:
         """Transfer segments from `node`, which may be this one (from disk), as copies of `kind`. `wanted`: (key, index
         in the prompt, callback) of each.
@@ -115,9 +116,9 @@ class Transfers(Part):
         is called at once with the reason, that of a segment of a node that does not deliver with LOST, and that of a
         segment that a local engine is writing with PENDING. `wait_s`: seconds after which the transfer is aborted.
         CACHED copies are for an engine that waits; copies of other kinds come by background transfers. `disk_s`:
-        seconds that `node` needs to read the segments from its disk.
+        seconds that `node` needs to read the segments from its disk. `for_peer`: see `Transfer`.
         """
-        transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request)
+        transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request, for_peer=for_peer)
         transfer.asked_at, transfer.disk_s = self._context.now, disk_s
         from_disk = node == self._context.node
         refused: list[tuple[OnArrival, Code]] = []
@@ -143,6 +144,7 @@ class Transfers(Part):
                 self._context.now,
                 hints or NO_HINTS,
                 source=None if from_disk or kind is not Kind.CACHED else node,
+                for_peer=for_peer,
             )
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
@@ -315,7 +317,7 @@ class Transfers(Part):
             self._reads.ended(transfer, codes)
         else:
             self._received(transfer, codes, len(arrived) * transfer.slot_bytes)
-        store.touch(arrived, self._context.now)
+        store.touch(arrived, self._context.now, for_peer=transfer.for_peer)
         waiters = (deque(self._waiters.pop(segment)) for segment in transfer.segments)
         outcomes = deque(zip(transfer.segments, outcome, waiters, strict=True))
         self._settling[fetch] = outcomes

@@ -203,9 +203,9 @@ class Grants:
         context: Context,
         peers: Peers,
         touches: Touches,
-        withdraw: Callable[[TenantId, Sequence[SegmentKey]], None],
+        withdraw: Callable[[TenantId, Sequence[SegmentKey], SessionGrants], None],
     ) -> None:
-        """`withdraw`: takes back the in-flight markers of segments that no process of this node writes any more."""
+        """`withdraw`: takes back the in-flight markers of segments that this session does not write any more."""
         self._context = context
         self._peers = peers
         self._touches = touches
@@ -458,7 +458,7 @@ class Grants:
         write.expired = True
         for segment in write.open.values():
             self._context.store.discard(segment, self._context.now)
-        self._withdraw(session.tenant, [segment.key for segment in write.open.values()])
+        self._withdraw(session.tenant, [segment.key for segment in write.open.values()], session)
         for connection, indices in write.filled.items():
             self.give_back(session, write, connection, indices)
 
@@ -480,7 +480,7 @@ class Grants:
             if segment.state is State.RESERVED:
                 self._context.store.discard(segment, self._context.now)
                 withdrawn.append(segment.key)
-        self._withdraw(session.tenant, withdrawn)
+        self._withdraw(session.tenant, withdrawn, session)
 
     def check_integrity(self, sessions: Iterable[SessionGrants]) -> None:
         """Raises AssertionError when the bytes of a tenant differ from those of its `sessions`."""

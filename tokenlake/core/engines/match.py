@@ -67,10 +67,11 @@ class MatchResult(NamedTuple):
     """One `Code` per key of the prompt: LOCAL or REMOTE for each hit, otherwise the reason why the segment is not
     leased."""
     segments: tuple[Segment | None, ...]
-    """The pinned segment of this node for each hit; None for a hit that is leased at another node."""
+    """The pinned segment of this node for each hit; None for a hit that is leased at another node, or on disk here."""
     access: AccessRecord
     owners: tuple[NodeId | None, ...] = ()
-    """The other node where each hit is leased, None for a hit on this node. Empty if all hits are on this node."""
+    """The other node where each hit is leased, this one for a hit on its disk, None for a hit in its memory. Empty if
+    all hits are in its memory."""
     leases: tuple[tuple[NodeId, int], ...] = ()
     """(node, lease id) of the leases that other nodes granted for the hits."""
     silent: tuple[NodeId, ...] = ()

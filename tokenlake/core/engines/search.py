@@ -250,15 +250,16 @@ class Search:
         lookups = self._next_lookups() if self._context.now < self._deadline else {}
         if lookups:
             self._rounds += 1
-            self._context.after(PART_OF_DEADLINE * self._limit_s, partial(self._hurry, self._rounds))
+            self._context.after(PART_OF_DEADLINE * self._limit_s, partial(self._hurry, self._deadline, self._rounds))
             self._send(lookups)
         elif not self._awaited and not self._waits():
             self._end()
 
-    def _hurry(self, number: int) -> None:
-        """Send the next lookups without the answers that are still missing. `number`: the round that has taken
-        `PART_OF_DEADLINE`; the call has no effect after a later one has begun."""
-        if self._state is _State.LOOKING and self._rounds == number and not self._hurries:
+    def _hurry(self, deadline: float, number: int) -> None:
+        """Send the next lookups without the answers that are still missing. `deadline`, `number`: the round that has
+        taken `PART_OF_DEADLINE`; the call has no effect after a later one has begun."""
+        now = self._deadline, self._rounds
+        if self._state is _State.LOOKING and now == (deadline, number) and not self._hurries:
             self._hurries = True
             self._look_on()
 
@@ -505,11 +506,9 @@ class Search:
             self._end()
 
     def _engine_computes(self, row: _Row, *, granted: bool) -> None:
-        """End: the engine of the match computes the segment. `granted`: this node has the in-flight marker, which is
-        withdrawn if the engine's process died meanwhile and no other one has stored the segment or is writing it."""
-        stored = self._context.store.get(self._tenant, row.key) is not None
-        if granted and not self._process.alive and not stored:
-            self._parts.directory_node.withdraw(self._tenant, [row.key])
+        """End: the engine of the match computes the segment. `granted`: this node has the in-flight marker."""
+        if granted and self._wait is not None:
+            self._parts.waiting.markers.granted(self._process, row.key, self._wait.in_flight_wait_s)
         self._found.codes[row.index] = _MISSING
         self._end()
 

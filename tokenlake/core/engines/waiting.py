@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context, Part
+from tokenlake.core.engines.grants import SessionGrants
 from tokenlake.core.engines.sessions import Process
 from tokenlake.identity import ConnectionId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -135,7 +137,8 @@ class WaitingMatches(Part):
     """Delays the answer to a match until its first missing segment is stored, or until its own engine should compute
     the segment."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, markers: InFlightMarkers) -> None:
+        self.markers = markers
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
@@ -227,9 +230,9 @@ class WaitingMatches(Part):
         if code is Code.MISSING:
             if poll.waiters:
                 self._wake(poll, (next(iter(poll.waiters)),), code)
-            elif self._context.store.get(poll.tenant, poll.key) is None:
-                # The waits ended while the directory node was asked, so no engine of this node computes the segment.
-                self._directory_node.withdraw(poll.tenant, [poll.key])
+            else:
+                # The waits ended while the directory node was asked.
+                self.markers.withdraw(poll.tenant, [poll.key])
         elif code is not Code.PENDING:
             # The segment is stored by now, or the directory node cannot tell and the other candidate of the key may
             # know.
@@ -317,55 +320,89 @@ class WaitingMatches(Part):
 
 
 class InFlightMarkers(Part):
-    """The in-flight markers for which engines of this node asked (`engine.MarkInFlight`). Markers of writes and of
-    waiting matches are not counted here. They end when the process withdraws them or ends; a directory node drops a
-    marker by itself when its time is over or the segment is stored."""
+    """The in-flight markers that the processes of this node's engines hold: their engine asked for them
+    (`engine.MarkInFlight`), or a match of theirs was told to compute the segment. Markers of writes are not counted
+    here. They end when the process withdraws them or ends, unless another process of this node computes the segment
+    too; a directory node drops a marker by itself when its time is over or the segment is stored."""
 
     def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
         self._directory_node = directory_node
-        self._marked: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
-        self._by_tenant: Counter[TenantId] = Counter()
-        """Number of markers of each tenant."""
+        self._held: dict[ConnectionId, tuple[SessionGrants, dict[SegmentKey, float]]] = {}
+        """The session of each process, and the time in seconds at which each of its markers ends, the oldest marker
+        first."""
 
     def mark(self, process: Process, request: engine.MarkInFlight) -> None:
         """Set in-flight markers for the segments that an engine's process is about to compute, or, if the request has 0
         seconds, withdraw them. A process with more than `MAX_MARKERS` markers loses its oldest ones."""
-        keys = split_keys(request.keys)[:MAX_MARKERS]
-        tenant, marked = self._marked.setdefault(process.connection, (process.session.tenant, {}))
-        before = len(marked)
-        for key in keys:
-            marked.pop(key, None)
-        self._by_tenant[tenant] += len(marked) - before
-        if not request.seconds:
-            self._end(tenant, keys)
-            return
-        keys = keys[: max(0, MAX_MARKERS_BY_TENANT - self._by_tenant[tenant])]
-        before = len(marked)
-        marked.update(dict.fromkeys(keys))
-        surplus = list(marked)[: max(0, len(marked) - MAX_MARKERS)]
-        for key in surplus:
-            del marked[key]
-        self._by_tenant[tenant] += len(marked) - before
-        self._end(tenant, surplus)
+        keys, tenant = split_keys(request.keys)[:MAX_MARKERS], process.session.tenant
+        keys = self._hold(process, keys, request.seconds)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
         self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
+    def granted(self, process: Process, key: SegmentKey, seconds: float) -> None:
+        """This node got the marker of `key`, for at most `seconds`, because a match of the process computes it. The
+        marker is withdrawn if the process died meanwhile."""
+        self._hold(process, [key], seconds if process.alive else 0.0)
+
+    def _hold(self, process: Process, keys: list[SegmentKey], seconds: float) -> list[SegmentKey]:
+        """Let a process hold the markers of `keys`, or withdraw them with 0 seconds. Returns those that it holds now;
+        the tenant may have no room for the others."""
+        session, connection = process.session, process.connection
+        _, held = self._held.get(connection, (session, {}))
+        ended = keys
+        for key in keys:
+            held.pop(key, None)
+        if seconds:
+            keys = keys[: self._room(session.tenant)]
+            held.update(dict.fromkeys(keys, self._context.now + min(seconds, MAX_IN_FLIGHT_WAIT_S)))
+            ended = list(islice(held, max(0, len(held) - MAX_MARKERS)))
+            for key in ended:
+                del held[key]
+            self._held[connection] = session, held
+        self.withdraw(session.tenant, ended)
+        return keys if seconds else []
+
+    def _room(self, tenant: TenantId) -> int:
+        """Returns how many further markers the tenant may have. Forgets those whose time is over or whose segment is
+        stored."""
+        room = MAX_MARKERS_BY_TENANT
+        for session, held in self._held.values():
+            if session.tenant == tenant:
+                lasting = (at for at, key in enumerate(held) if self._lasts(tenant, key, held))
+                for key in list(islice(held, next(lasting, len(held)))):
+                    del held[key]
+                room -= len(held)
+        return max(0, room)
+
+    def _lasts(self, tenant: TenantId, key: SegmentKey, held: Mapping[SegmentKey, float]) -> bool:
+        return held.get(key, 0.0) > self._context.now and self._context.ready(tenant, [key]) == [None]
+
     def move(self, old: ConnectionId, new: ConnectionId) -> None:
         """Move the in-flight markers of a process that goes on over another connection."""
-        if old in self._marked:
-            self._marked[new] = self._marked.pop(old)
+        if old in self._held:
+            self._held[new] = self._held.pop(old)
 
     def process_gone(self, connection: ConnectionId) -> None:
         """Withdraw the in-flight markers of a process that left or died."""
-        tenant, marked = self._marked.pop(connection, (TenantId(""), {}))
-        self._by_tenant[tenant] -= len(marked)
-        self._end(tenant, list(marked))
+        if connection in self._held:
+            session, held = self._held.pop(connection)
+            self.withdraw(session.tenant, list(held))
 
-    def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
-        """Withdraw the in-flight markers of these segments, except those that are stored or being written on this
-        node."""
-        self._directory_node.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
+    def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey], writer: SessionGrants | None = None) -> None:
+        """Withdraw the in-flight markers of these segments, except those that are stored or being written on this node,
+        and those that a process still holds. `writer`: the session that gave up writing the segments, whose processes
+        hold none of them any more."""
+        others: list[dict[SegmentKey, float]] = []
+        for session, held in self._held.values():
+            if session is writer:
+                for key in keys:
+                    held.pop(key, None)
+            elif session.tenant == tenant:
+                others.append(held)
+        absent = (key for key in keys if self._context.store.get(tenant, key) is None)
+        free = [key for key in absent if not any(self._lasts(tenant, key, held) for held in others)]
+        self._directory_node.withdraw(tenant, free)
 
     def census(self) -> dict[str, int]:
-        return {"in-flight markers": sum(len(marked) for _, marked in self._marked.values())}
+        return {"in-flight markers": sum(len(held) for _, held in self._held.values())}
