@@ -131,8 +131,10 @@ class DirtyBudgetIgnored(SegmentStore):
 class ParentTouchedFirst(SegmentStore):
     """A prompt is touched from its start, so that parents are evicted before their children."""
 
-    def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
-        super().touch(segments[::-1], now, hints)
+    def touch(
+        self, segments: Sequence[Segment], now: float, hints: Hints | None = None, *, for_peer: bool = False
+    ) -> None:
+        super().touch(segments[::-1], now, hints, for_peer=for_peer)
 
 
 class PrimariesEvictedFirst(SegmentStore):
