@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.errors import TokenLakeError
+from tokenlake.hints import Hints, Outlook
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -23,6 +24,9 @@ from tokenlake_client import Lease, Pool
 from tokenlake_testing.cluster import Cluster
 
 T = TypeVar("T")
+
+OVER = Hints(Outlook.OVER)
+"""The hint on segments that are not read again: they leave before those that are, whatever the policy learns."""
 
 HEADER = 1 << 20
 """Bytes of a region of the arena that are not taken by one window (set) of segments."""
@@ -89,7 +93,9 @@ class PoolRows:
         # Every slot that the measured stores will take is written once, so that no page is touched for the first time
         # while the clock runs.
         for number in range(STORED_WINDOWS - WINDOWS):
-            self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
+            keys = keys_of("old", number, self._size.count)
+            self._prepare(self._alone, keys, number % WINDOWS)
+            self._alone.hint(keys, OVER)
         for number, keys in enumerate(self._sets):
             self._prepare(self._alone, keys, number)
             # The node that stores segments owns them: the writer owns these, and the reader has to fetch them.
@@ -187,6 +193,7 @@ class PoolRows:
         took, _ = _timed(lambda: self._fill(self._alone, keys, window))
         with self._alone.match(keys, deadline_s=MATCH_S) as lease:
             _compare(lease.fetch(), self._windows.source[window][:count])
+        self._alone.hint(keys, OVER)
         return [took]
 
     def _fetch(self, turn: int, start: int, stop: int) -> list[float]:
