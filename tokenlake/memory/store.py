@@ -109,8 +109,7 @@ class SegmentStore:
         """Pools in which engines of this node wanted a slot and found none free."""
 
     def take_gone(self) -> list[Segment]:
-        """Returns the segments that left by some rule since the last call (`Segment.left_by`), and others that left if
-        they are on disk."""
+        """Returns the segments that left since the last call by some rule (`Segment.left_by`), or while on disk."""
         gone, self._gone = self._gone, []
         return gone
 
@@ -165,10 +164,8 @@ class SegmentStore:
         return next((pool for pool in self._pools.values() if region in pool.regions), None)
 
     def capacity(self, pool: PoolId) -> int:
-        """Returns the number of slots of a pool: those of its regions and of the regions that it can still get. Raises
-        KeyError for a pool that never had a region."""
-        known = self._pools[pool]
-        return known.slots + self.room(known)
+        """Returns the slots of a pool and those that it can still get. Raises KeyError for one without a region."""
+        return self._pools[pool].slots + self.room(self._pools[pool])
 
     def unusable(self) -> int:
         """Returns the bytes of memory that can hold no segment: of regions, and what is left beside them and takes no
@@ -545,9 +542,8 @@ class SegmentStore:
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
         """Returns the segment to evict for a new one of `kind`; None when all are pinned.
 
-        A new primary copy displaces a cached one only where these are beyond their budget: otherwise the segments that
-        other nodes hand over would evict those that the engines of this node read, and each read would transfer them
-        again.
+        A new primary copy displaces a cached one only where these are beyond their budget: else the segments that other
+        nodes hand over would evict those that the engines of this node read.
         """
         room = pool.cached_slots - pool.counts[_CACHED]
         keep_cached = room > 0 if kind is _CACHED else room >= 0 and kind is _PRIMARY

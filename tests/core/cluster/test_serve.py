@@ -14,16 +14,9 @@ from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, sa
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tokenlake.core import events, instructions
-from tokenlake.core.cluster import serve
-from tokenlake.core.cluster.serve import (
-    DEFERRED,
-    FAN_OUT,
-    PEER_LEASE_SHARE,
-    RECIPIENTS_KEPT_S,
-    REDIRECTED,
-    FanOut,
-    Verdict,
-)
+from tokenlake.core.cluster import fan_out, serve
+from tokenlake.core.cluster.fan_out import DEFERRED, FAN_OUT, RECIPIENTS_KEPT_S, REDIRECTED, FanOut, Verdict
+from tokenlake.core.cluster.serve import PEER_LEASE_SHARE
 from tokenlake.core.instructions import SendBulk
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.memory import Kind
@@ -178,7 +171,7 @@ def test_a_false_redirect_costs_one_lookup(redirect: str, monkeypatch: pytest.Mo
 
 
 def test_the_number_of_remembered_segments_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(fan_out, "MAX_REMEMBERED", 2)
     cluster = calm(4)
     engines = [cluster.join(node) for node in range(4)]
     keys = placed(cluster, 0, 1, 4)
