@@ -61,11 +61,9 @@ def run_daemon(
     file: Path | None,
     flags: Mapping[str, object],
     *,
-    speed: float = 1.0,
     made: Callable[[Daemon], None] = lambda daemon: None,
 ) -> None:
-    """Run a daemon, as the command `serve` does. `speed`: seconds of the rules' clock per real second; benchmarks
-    replay a trace faster than it happened. `made` is called with the daemon before its first event. Raises
+    """Run a daemon, as the command `serve` does. `made` is called with the daemon before its first event. Raises
     `click.ClickException`."""
     set_up_log("%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings: Settings | None = None
@@ -74,7 +72,7 @@ def run_daemon(
         logging.getLogger().setLevel(settings.config.log_level.upper())
         if settings.ignored:
             log.info("variables of a Kubernetes Service, which are not settings: %s", ", ".join(settings.ignored))
-        _serve(settings, speed, made)
+        _serve(settings, made)
     except TokenLakeError as error:
         text = str(error)
         if isinstance(error, ConfigurationError) and settings is not None and error.field in settings.origin:
@@ -82,7 +80,7 @@ def run_daemon(
         raise click.ClickException(text) from error
 
 
-def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> None:
+def _serve(settings: Settings, made: Callable[[Daemon], None]) -> None:
     began = time.monotonic()
     with contextlib.ExitStack() as until_ready:
         prepared = until_ready.enter_context(_bar()) if sys.stderr.isatty() else lambda done, total: None
@@ -110,7 +108,7 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
                 text = f"is no member of its cluster yet ({membership.problem}); memory {size} is prepared {after}"
             click.echo(f"node {settings.config.node} {text}", err=True)
 
-        main = run(settings.config, serving, prepared, ready, speed=speed, origin=settings.origin)
+        main = run(settings.config, serving, prepared, ready, origin=settings.origin)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main)
 

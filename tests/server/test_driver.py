@@ -115,40 +115,6 @@ def test_an_answer_between_alarm_and_tick() -> None:
     ran(loop, scene)
 
 
-def test_all_times_of_the_rules_follow_their_clock() -> None:
-    """With speed 10, a deadline of the rules passes in a tenth of the time."""
-    loop = SteppedLoop()
-    seen: list[tuple[str, float]] = []
-
-    def noting(handle: Handle) -> Handle:
-        def noted(event: Event, now: float) -> list[Instruction]:
-            seen.append((type(event).__name__, now))
-            return handle(event, now)
-
-        return noted
-
-    async def scene() -> None:
-        core = NodeCore(CoreConfig("a", 1, RingRecord.of({"a": 1}), regions=1, region_bytes=1 << 20, lease_s=20.0))
-        driver = driver_of(core, loop, lambda _: None, speed=10.0)
-        core.start(driver.now)
-        driver.wrap(noting, lambda sink: sink)
-        driver.start()
-        loop.now = 0.5
-        driver.handle(JOINED)
-        assert seen == [("Joined", 5.0)]
-        wake = core.next_wake()
-        assert wake is not None
-        loop.now = 0.99 * wake / 10
-        await turns(8)
-        assert len(seen) == 1
-        loop.now = 1.001 * wake / 10
-        await turns(8)
-        assert seen[1:] == [("Tick", loop.now * 10)]
-        driver.stop()
-
-    ran(loop, scene)
-
-
 def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's failed handler had given a slot to a new segment: without its instructions the slot keeps the previous
     generation."""

@@ -36,17 +36,13 @@ class Driver:
         core: NodeCore,
         loop: asyncio.AbstractEventLoop,
         on_failure: Callable[[Event, Exception], None],
-        speed: float = 1.0,
     ) -> None:
         """`on_failure(event, error)` is called when the rules did not complete an event, after the instructions of the
         event were carried out. ValueError: the sender violated the protocol, and the rules changed nothing.
         HandlerFailed: the rules changed their state in part, and its instructions belong to these changes. Another
-        exception: a defect, and the rules changed nothing.
-
-        `speed`: seconds of the rules' clock per second of the loop's clock."""
+        exception: a defect, and the rules changed nothing."""
         self.core = core
         self._on_failure = on_failure
-        self._speed = speed
         self._loop = loop
         self._handle: Handle = core.handle
         self._sinks: dict[type[Instruction], Sink] = {}
@@ -59,8 +55,8 @@ class Driver:
 
     @property
     def now(self) -> float:
-        """The time of the rules' clock, in seconds; at a `speed` above 1 it runs faster than real time."""
-        return self._loop.time() * self._speed
+        """The time of the rules' clock, in seconds: that of the loop."""
+        return self._loop.time()
 
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
         """Register `sink`, which is then called with each instruction of the type `kind` that the rules return. `sink`
@@ -140,7 +136,7 @@ class Driver:
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at = wake
-        self._alarm = self._loop.call_at(wake / self._speed, self._alarm_due)
+        self._alarm = self._loop.call_at(wake, self._alarm_due)
 
     def _alarm_due(self) -> None:
         # After a pause of the process the loop runs expired timers before it reads the frames that arrived meanwhile,

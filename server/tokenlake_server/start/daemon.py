@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tokenlake.config import Address, RuleSettings, ServerConfig, is_loopback, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
-from tokenlake.core.context import DRAIN_S, GOSSIP_S
+from tokenlake.core.context import DRAIN_S
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReadRing, Stamp
 from tokenlake.directory.ring_record import RingRecord
@@ -71,15 +71,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAST_REPORT_S = 0.02
-"""Least seconds between two exchanges of reports with other nodes (gossip), by the real clock, whatever `speed` is."""
 
-
-def core_config(
-    config: ServerConfig, incarnation: int, speed: float = 1.0, record: RingRecord | None = None
-) -> CoreConfig:
-    """The configuration of the rules that follows from the settings. `speed`: see `Driver`; reports are sent at least
-    `LEAST_REPORT_S` of the real clock apart. `record`: the members at the start, without it those of `peers`."""
+def core_config(config: ServerConfig, incarnation: int, record: RingRecord | None = None) -> CoreConfig:
+    """The configuration of the rules that follows from the settings. `record`: the members at the start,
+    without it those of `peers`."""
     return CoreConfig(
         node=config.node,
         incarnation=incarnation,
@@ -91,7 +86,6 @@ def core_config(
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
-        gossip_s=max(GOSSIP_S, LEAST_REPORT_S * speed),
         drain_s=config.drain_s or DRAIN_S,
         **{name: getattr(config, name) for name in RuleSettings.__struct_fields__},
     )
@@ -109,22 +103,21 @@ class Daemon:
         self,
         config: ServerConfig,
         arena: Arena,
-        speed: float = 1.0,
         origin: Mapping[str, str] = MappingProxyType({}),
         report: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`speed`: see `Driver`. `origin`: the source of each setting. `report`: as of `running.run`."""
+        """`origin`: the source of each setting. `report`: as of `running.run`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
         self._admin = AdminThread()
         """The thread in which gRPC runs for the membership and for the control plane."""
         self.membership = open_membership(config, incarnation, loop, self._admin)
-        rules = core_config(config, incarnation, speed, self.membership.members.record)
+        rules = core_config(config, incarnation, self.membership.members.record)
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
         self._started = time.time()
-        self.driver = Driver(core, loop, self._failed, speed)
+        self.driver = Driver(core, loop, self._failed)
         core.start(self.driver.now)
         self.watchdog: Watchdog = getattr(loop, "watchdog", None) or Watchdog()
         self.watchdog.use(core.counters)
@@ -193,7 +186,7 @@ class Daemon:
                 Path(config.socket),
                 config.max_sessions,
                 config.memory,
-                config.lease_s / speed,  # in real seconds: engines derive the interval of their heartbeats from it
+                config.lease_s,  # engines derive the interval of their heartbeats from it
             ),
             tenants,
             arena,

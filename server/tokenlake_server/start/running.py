@@ -144,13 +144,12 @@ async def run(
     report: Callable[[int, int], None] = lambda done, total: None,
     ready: Callable[[Daemon], None] = lambda daemon: None,
     *,
-    speed: float = 1.0,
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run a daemon until SIGTERM or SIGINT.
 
     `serving(daemon)` is called when the daemon serves, before its first event, `report(bytes, bytes in total)` while it
-    prepares its memory, and `ready(daemon)` when all of it is there. `speed`: see `Driver`. `origin`: the source of
+    prepares its memory, and `ready(daemon)` when all of it is there. `origin`: the source of
     each setting.
 
     Raises `ConfigurationError` or `LimitReached` when the daemon cannot start.
@@ -175,7 +174,7 @@ async def run(
     for number in ending:
         loop.add_signal_handler(number, stop.set)
     try:
-        daemon = Daemon(config, arena, speed, origin, report)
+        daemon = Daemon(config, arena, origin, report)
         garbage_collector.set_up(daemon.watchdog.collected)
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
