@@ -109,6 +109,19 @@ def test_memory_bounds_what_is_under_way() -> None:
     assert c.began_s == d.finished_s == 27.0
 
 
+def test_a_shared_prefix_takes_memory_once() -> None:
+    """16 tokens of memory: A (14), and B, which shares both segments of A (8) and takes 2 more. C would take 6 more."""
+    limits = InstanceOptions(chunk_tokens=100, batch=4, memory_tokens=16, segment_tokens=4)
+    instance = Instance(PerToken(), limits)
+    a, b, c = Job(0, 9, 5, (1, 2)), Job(1, 9, 1, (1, 2)), Job(2, 9, 1, (1, 3))
+    for job in (a, b, c):
+        instance.submit(job, 0.0)
+    drain(instance)
+    assert a.first_s == b.began_s < a.finished_s
+    assert c.began_s == a.finished_s
+    assert instance.pending == 0
+
+
 def test_waiting_is_that_of_an_m_d_1_queue() -> None:
     """Pollaczek-Khinchine: at a load of 0.7 and a service of 1 s, 0.7 / (2 x 0.3) s on average."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=1, batch=1))

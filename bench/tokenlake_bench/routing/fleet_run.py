@@ -102,7 +102,7 @@ class FleetRun:
         # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
         # from the caches.
         memory = None if system.perfect else options.engine_cache_tokens or self._capacity * self._segment
-        limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
+        limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory, segment_tokens=self._segment)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
         self._busy = BusyLog(instances)
@@ -145,7 +145,7 @@ class FleetRun:
         instance = self._router.choose(routed)
         self._caches.promise(routed.chain, instance)
         self._requests.append(FleetRequest(number, prompt, now, routed, instance))
-        self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens)))
+        self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens), prompt.chain))
         if index % _PROGRESS == 0:
             self._progress(index)
 

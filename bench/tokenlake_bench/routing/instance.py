@@ -47,6 +47,8 @@ class Job:
     """Number of tokens of the prompt."""
     output: int
     """Number of tokens of the answer, at least 1, the first token included."""
+    chain: tuple[int, ...] = ()
+    """The full segments of the prompt; requests under way that have the same segment share its memory."""
     cached: int = 0
     """Number of prompt tokens that are cached and so not computed; the callback `begin` may set it."""
     began_s: float = math.nan
@@ -63,12 +65,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class InstanceOptions:
-    """Limits of a simulated instance. `memory_tokens`: bound on the tokens of prompts and answers under way, None for
-    no bound; a request that needs more runs alone. Raises ConfigurationError for a value out of range."""
+    """Limits of a simulated instance. `memory_tokens`: bound on the tokens of prompts and answers under way, of which
+    those in the same segment of `segment_tokens` tokens count once, None for no bound; a request that needs more runs
+    alone. Raises ConfigurationError for a value out of range."""
 
     chunk_tokens: int = 2048
     batch: int = 256
     memory_tokens: int | None = None
+    segment_tokens: int = 1
 
     def __post_init__(self) -> None:
         for field in ("chunk_tokens", "batch"):
@@ -108,7 +112,10 @@ class Instance:
         self._context = 0
         """Number of tokens of context that the decoding requests together attend to in the next step."""
         self._under_way = 0
-        """Number of tokens of prompts and answers of all requests that began and are not finished."""
+        """Number of tokens of prompts and answers of all requests that began and are not finished, shared ones counted
+        once."""
+        self._users: dict[int, int] = {}
+        """Number of these requests that have each segment."""
         self._chunks: list[tuple[Job, int]] = []
         self._started_s = 0.0
         self._each_s = 0.0
@@ -202,12 +209,15 @@ class Instance:
         if not self._waiting or len(self._prefilling) + len(self._decoding) >= options.batch:
             return None
         job = self._waiting[0]
-        needs = job.prompt + job.output
+        shared = sum(1 for _ in itertools.takewhile(self._users.__contains__, job.chain))
+        needs = job.prompt + job.output - shared * options.segment_tokens
         full = options.memory_tokens is not None and self._under_way + needs > options.memory_tokens
         if full and self._under_way:
             return None
         self._waiting.popleft()
         self._under_way += needs
+        for segment in job.chain:
+            self._users[segment] = self._users.get(segment, 0) + 1
         job.began_s = now
         self._begin(job, now)
         self._prefilling.append(job)
@@ -222,6 +232,12 @@ class Instance:
         self._context += job.prompt + job.output - steps
 
     def _finish(self, job: Job, now: float, finished: list[Job]) -> None:
-        self._under_way -= job.prompt + job.output
+        shared = 0
+        for segment in job.chain:
+            self._users[segment] -= 1
+            shared += bool(self._users[segment])
+            if not self._users[segment]:
+                del self._users[segment]
+        self._under_way -= job.prompt + job.output - shared * self._options.segment_tokens
         job.finished_s = now
         finished.append(job)

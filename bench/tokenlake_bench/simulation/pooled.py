@@ -134,7 +134,7 @@ class PooledEngine(SimulatedEngine):
         self._instance = ClockedInstance(
             node.clock,
             run.engine,
-            InstanceOptions(memory_tokens=memory if run.counts_memory else None),
+            InstanceOptions(memory_tokens=memory if run.counts_memory else None, segment_tokens=options.segment_tokens),
             begin=self._begin,
             first=self._first,
             finished=self._answered_all,
@@ -166,7 +166,9 @@ class PooledEngine(SimulatedEngine):
         served.read_s = self._clock.now - began
         arrival = served.arrival
         hit = served.hits * self._options.segment_tokens
-        self._instance.submit(Job(number, arrival.tokens, max(1, arrival.output_tokens), cached=hit))
+        self._instance.submit(
+            Job(number, arrival.tokens, max(1, arrival.output_tokens), tuple(arrival.chain.tolist()), hit)
+        )
 
     def _begin(self, job: Job, now: float) -> None:
         self._ahead -= 1
