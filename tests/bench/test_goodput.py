@@ -39,7 +39,7 @@ def test_the_rate_is_the_last_with_nine_in_ten_in_time(tmp_path: Path) -> None:
     file = tmp_path / "goodput.json"
     arguments = ["cache-hit", "--mode", "simulate", "--goodput", "--pools", "pool-real", "--json", str(file)]
     arguments += ["--baselines", "cache-aware-real"]
-    done = CliRunner().invoke(bench, [*arguments, "--limit", "40", "--nodes", "2", "--model", "llama-3-70b"])
+    done = CliRunner().invoke(bench, [*arguments, "--limit", "150", "--nodes", "2", "--model", "llama-3-70b"])
     assert done.exit_code == 0, done.output
     result = msgspec.json.decode(file.read_bytes(), type=Goodput)
     assert list(result.rates) == ["pool-real", "cache-aware-real"]

@@ -105,6 +105,15 @@ def test_agents_are_like_the_published_sessions() -> None:
     assert found.ideal_token_hit == pytest.approx(0.962, abs=0.02)
 
 
+def test_questions_share_their_document_alone() -> None:
+    found = of("documents", requests=1_000)
+    assert found.input_mean == pytest.approx(98_304 + 200, rel=0.01)
+    assert found.output_mean == pytest.approx(150, rel=0.1)
+    assert found.ideal_token_hit == pytest.approx((1_000 - 37) / 1_000, abs=0.01)
+    assert found.hottest < 0.05
+    assert of("documents", requests=1_000, skew=2.0).hottest > 0.5
+
+
 def test_parameters_do_what_they_say() -> None:
     few = of("conversation", requests=3_000, turns_exponent=10)
     many = of("conversation", requests=3_000, turns_exponent=1)

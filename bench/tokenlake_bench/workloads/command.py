@@ -17,6 +17,7 @@ from tokenlake_bench.report import format_duration, format_share, table
 from tokenlake_bench.workloads.agent import AgentSettings, agent_sessions
 from tokenlake_bench.workloads.base import Draw, TraceLine, TraceSettings, poisson
 from tokenlake_bench.workloads.conversation import ConversationSettings, conversations
+from tokenlake_bench.workloads.documents import DocumentSettings, questions
 from tokenlake_bench.workloads.statistics import statistics_of
 from tokenlake_bench.workloads.toolagent import ToolAgentSettings, tool_calls
 
@@ -38,6 +39,7 @@ GENERATORS: Final[dict[str, Generator]] = {
         Generator("conversation", "Long conversations with little in common.", ConversationSettings, conversations),
         Generator("agent", "A coding agent's long sessions.", AgentSettings, agent_sessions),
         Generator("toolagent", "Hot prompt templates beside conversations.", ToolAgentSettings, tool_calls),
+        Generator("documents", "Questions about long documents.", DocumentSettings, questions),
     )
 }
 
