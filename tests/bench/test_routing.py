@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,14 +28,24 @@ from tokenlake_bench.routing import (
     systems_named,
 )
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
-from tokenlake_bench.routing.systems import CacheAware, CacheAwareSettings, Fleet, RoundRobin, RoutedRequest, least
+from tokenlake_bench.routing.systems import (
+    SGLANG,
+    CacheAware,
+    CacheAwareSettings,
+    Fleet,
+    RoundRobin,
+    RoutedRequest,
+    least,
+)
 
 ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
 SEGMENT = 512
 
 
-def fleet(knowledge: TrackedCaches, instances: int = 4, seed: int = 0) -> Fleet:
-    return Fleet(instances, SEGMENT, knowledge, random.Random(seed))
+def fleet(
+    knowledge: TrackedCaches, settings: CacheAwareSettings | None = None, instances: int = 4, seed: int = 0
+) -> Fleet:
+    return Fleet(instances, SEGMENT, knowledge, random.Random(seed), settings or SGLANG)
 
 
 def ask(number: int, *chain: int, beyond: int = 0) -> RoutedRequest:
@@ -131,7 +142,7 @@ def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
     knowledge = caches((1, 2, 9), (7,), (8, 9), (5, 6))
     router = CacheAware(fleet(knowledge))
     assert router.choose(ask(0, 1, 2, 3, 4)) == 1
-    lower = CacheAware(fleet(knowledge), CacheAwareSettings(cache_threshold=0.49))
+    lower = CacheAware(fleet(knowledge, CacheAwareSettings(cache_threshold=0.49)))
     assert lower.choose(ask(0, 1, 2, 3, 4)) == 0
 
 
@@ -139,13 +150,13 @@ def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
     """The prompt leaves the instance with its cache where the loads differ by more than the absolute threshold, and
     their ratio is above the relative one."""
     settings = CacheAwareSettings(balance_abs_threshold=2, balance_rel_threshold=1.5)
-    router = CacheAware(fleet(caches((1, 2), ()), instances=2), settings)
+    router = CacheAware(fleet(caches((1, 2), ()), settings, instances=2))
     sent = [router.choose(ask(number, 1, 2)) for number in range(4)]
     assert sent == [0, 0, 0, 1]
     router.finished(sent[0])
     assert router.choose(ask(4, 1, 2)) == 0
     relative = CacheAwareSettings(balance_abs_threshold=0, balance_rel_threshold=2.0)
-    router = CacheAware(fleet(caches((1, 2), (3, 4)), instances=2), relative)
+    router = CacheAware(fleet(caches((1, 2), (3, 4)), relative, instances=2))
     router.choose(ask(0, 3, 4))
     assert [router.choose(ask(number, 1, 2)) for number in range(1, 5)] == [0, 0, 0, 1]
 
@@ -205,7 +216,7 @@ def workload(requests: int, gap_s: float, seed: int = 1) -> Accesses:
     return Accesses(SEGMENT, prompts)
 
 
-def options(instances: int = 4, segments: int = 20, **changed: int) -> FleetOptions:
+def options(instances: int = 4, segments: int = 20, **changed: Any) -> FleetOptions:
     capacity = instances * segments * SEGMENT
     return FleetOptions(instances=instances, capacity_tokens=capacity, engine=ENGINE, **changed)
 

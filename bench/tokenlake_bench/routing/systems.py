@@ -38,6 +38,18 @@ class RoutedRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheAwareSettings:
+    """Settings of SGLang's cache-aware router, with its documented defaults."""
+
+    cache_threshold: float = 0.5
+    balance_abs_threshold: int = 32
+    balance_rel_threshold: float = 1.0001
+
+
+SGLANG: Final = CacheAwareSettings()
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """Constructor arguments of every router. `knowledge`: what it knows of the caches; `rng` draws among instances of
     equal cost."""
@@ -46,6 +58,7 @@ class Fleet:
     segment_tokens: int
     knowledge: TrackedCaches
     rng: random.Random
+    cache_aware: CacheAwareSettings = SGLANG
 
 
 class Router(Protocol):
@@ -74,21 +87,12 @@ class RoundRobin:
         """Does nothing, because the rule does not depend on answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheAwareSettings:
-    """Settings of SGLang's cache-aware router, with its documented defaults."""
-
-    cache_threshold: float = 0.5
-    balance_abs_threshold: int = 32
-    balance_rel_threshold: float = 1.0001
-
-
 class CacheAware:
     """SGLang's cache-aware routing; the docstring of the module describes the rule."""
 
-    def __init__(self, fleet: Fleet, settings: CacheAwareSettings | None = None) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._settings = settings or CacheAwareSettings()
+        self._settings = fleet.cache_aware
         self._pending = [0] * fleet.instances
 
     def choose(self, request: RoutedRequest) -> int:
