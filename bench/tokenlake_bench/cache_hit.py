@@ -12,8 +12,8 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
+from tokenlake_bench.routing.base import SGLANG
 from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
-from tokenlake_bench.routing.systems import SGLANG
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_swarms
 from tokenlake_bench.simulation.options import SimulationOptions

@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.routing import Answered
-from tokenlake_bench.routing.systems import CacheAwareSettings
+from tokenlake_bench.routing.base import CacheAwareSettings
 from tokenlake_bench.simulation import command, pooled
 from tokenlake_bench.simulation.command import Study
 from tokenlake_bench.simulation.pools import POOLS
