@@ -15,7 +15,7 @@ from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.base import SGLANG, CacheAwareSettings, Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
-from tokenlake_bench.routing.instance import CHUNK_TOKENS, InstanceOptions, Job
+from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS, InstanceOptions, Job, Steps
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.routing.systems import System
@@ -40,6 +40,7 @@ class FleetOptions:
     engine: EngineModel
     engine_cache_tokens: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
+    batch: int = BATCH
     cache_aware: CacheAwareSettings = SGLANG
     nvlink: bool = False
     reference: EngineModel | None = None
@@ -115,14 +116,14 @@ class FleetRun:
         # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
         # from the caches.
         memory = None if system.perfect else options.engine_cache_tokens or self._capacity * self._segment
-        limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory, segment_tokens=self._segment)
+        limits = InstanceOptions(options.chunk_tokens, options.batch, memory, self._segment)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
         self._sent, self._busy = SendLog(instances), BusyLog(instances)
         self._instances = [
             ClockedInstance(
                 self._clock,
-                self._engine,
+                self._steps(i),
                 limits,
                 begin=partial(self._begin, i),
                 first=partial(self._first, i),
@@ -161,6 +162,10 @@ class FleetRun:
         self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens), prompt.chain))
         if index % _PROGRESS == 0:
             self._progress(index)
+
+    def _steps(self, instance: int) -> Steps:
+        """The durations of an instance's forward passes."""
+        return self._engine
 
     # -- callbacks of the instances
 
