@@ -96,7 +96,8 @@ RUNS: Final[dict[str, Run]] = {
     "pool": _pool("pool-real"),
 }
 """The systems by name, all of which count the memory of requests under way. `one-instance` is one instance of tensor
-parallelism over all GPUs, which have to be one NVLink domain, with as large a batch as all instances together; `in-place` is the model of the paper's system."""
+parallelism over all GPUs, which have to be one NVLink domain, with as large a batch as all instances together; `in-
+place` is the model of the paper's system."""
 
 
 def runs_named(names: str, fleet: FleetOfGpus) -> dict[str, Run]:

@@ -125,6 +125,7 @@ class FleetRun:
                 self._clock,
                 self._steps(i),
                 limits,
+                admits=partial(self._admits, i),
                 begin=partial(self._begin, i),
                 first=partial(self._first, i),
                 finished=partial(self._finish, i),
@@ -168,6 +169,10 @@ class FleetRun:
         return self._engine
 
     # -- callbacks of the instances
+
+    def _admits(self, instance: int, job: Job) -> bool:
+        """Whether a job may begin for which its instance has room."""
+        return True
 
     def _begin(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]

@@ -118,21 +118,24 @@ class InstanceOptions:
 
 
 class Instance:
-    """The queue and the batch of one simulated engine instance. `begin(job, now)` is called when a job's prefill
-    begins, `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all
-    are called within `advance`, in time order."""
+    """The queue and the batch of one simulated engine instance. `admits(job)` returns whether a job, for which the
+    instance has room, may begin now; it then begins. `begin(job, now)` is called when a job's prefill begins,
+    `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all are
+    called within `advance`, `submit` or `resume`, in time order."""
 
     def __init__(
         self,
         engine: Steps,
         options: InstanceOptions,
         *,
+        admits: Callable[[Job], bool] = lambda job: True,
         begin: Callable[[Job, float], None] = lambda job, now: None,
         first: Callable[[Job, float], None] = lambda job, now: None,
         ran: Callable[[float, float], None] = lambda from_s, to_s: None,
     ) -> None:
         self._engine = engine
         self._options = options
+        self._admits = admits
         self._begin = begin
         self._first = first
         self._ran = ran
@@ -162,6 +165,10 @@ class Instance:
     def submit(self, job: Job, now: float) -> None:
         """Add a request. `now` must not decrease, and `advance` must have been called for all events before it."""
         self._waiting.append(job)
+        self.resume(now)
+
+    def resume(self, now: float) -> None:
+        """Let a waiting request begin that `admits` refused before, after the step under way."""
         self._interrupt(now)
         if not self._taken:
             self._next_step(now)
@@ -242,6 +249,8 @@ class Instance:
         job = self._waiting[0]
         taken, limit = self._under_way.tokens, options.memory_tokens
         if taken and limit is not None and taken + self._under_way.needs(job) > limit:
+            return None
+        if not self._admits(job):
             return None
         self._waiting.popleft()
         self._under_way.begin(job)

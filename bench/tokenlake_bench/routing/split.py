@@ -2,8 +2,8 @@
 
 ::
 
-    arrives -> router -> queue of a prefill instance -> reserves room at a decode instance -> prefill -> first token
-                                                                                                 `- cache --> decode
+    arrives -> router -> prefill instance: waits -> room at a decode instance -> prefill -> first token
+                                                                                    `- cache --> decode -> finished
 
 Prefill instances have private caches, among which the router chooses. A prefill waits until its decode instance, the
 one with the most room, has room for the prompt and the answer: otherwise computed prompts would wait for room between
@@ -14,7 +14,6 @@ on, in the order in which prefills begin; decode instances keep no caches of fin
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.routing.fleet_run import FleetOptions, FleetRequest, FleetRun
@@ -31,38 +30,28 @@ class SplitRun(FleetRun):
         self._prefilling = system.routed(options.instances)
         link = Link(bandwidth=options.engine.network_rate(nvlink=options.nvlink))
         self._network = Network(link, options.instances)
-        self._queues: list[deque[Job]] = [deque() for _ in range(self._prefilling)]
-        """By prefill instance, the requests that have reserved no room yet."""
-        self._ahead = [False] * self._prefilling
-        """By prefill instance, whether a request has reserved room and its prefill has not begun."""
         self._memory = math.inf if system.perfect else self._capacity * self._segment
         self._taken = dict.fromkeys(range(self._prefilling, options.instances), 0)
         """By decode instance, the number of tokens of its `_memory` that are reserved."""
         self._decoders: dict[int, tuple[int, float]] = {}
-        """By number of each request that has reserved room: its decode instance, and the time at which its cache is
+        """By number of each request whose prefill has begun: its decode instance, and the time at which its cache is
         there."""
 
     def _submit(self, instance: int, job: Job) -> None:
         job.output = 1
-        self._queues[instance].append(job)
-        self._prefill(instance)
+        super()._submit(instance, job)
 
-    def _prefill(self, instance: int) -> None:
-        """Pass the next request on to its prefill instance if a decode instance has room for it. One request is ahead
-        of the one whose prefill has begun."""
-        queue = self._queues[instance]
-        if not queue or self._ahead[instance]:
-            return
-        needs = self._needs(self._requests[queue[0].number])
+    def _admits(self, instance: int, job: Job) -> bool:
+        if instance >= self._prefilling:
+            return True
+        needs = self._needs(self._requests[job.number])
         decoder = min(self._taken, key=self._taken.__getitem__)
         taken = self._taken[decoder]
         if taken and taken + needs > self._memory:
-            return
+            return False
         self._taken[decoder] += needs
-        self._ahead[instance] = True
-        job = queue.popleft()
         self._decoders[job.number] = decoder, math.inf
-        super()._submit(instance, job)
+        return True
 
     def _needs(self, request: FleetRequest) -> int:
         """Number of tokens for which the request takes room at its decode instance: none if it has no second token."""
@@ -78,8 +67,6 @@ class SplitRun(FleetRun):
             nbytes = job.prompt * self._engine.model.cache_bytes
             self._decoders[job.number] = decoder, self._network.transfer(now, instance, decoder, nbytes)[1]
             self._sent.add(now, instance, nbytes)
-        self._ahead[instance] = False
-        self._clock.after(0.0, self._prefill, instance)
 
     def _first(self, instance: int, job: Job, now: float) -> None:
         if instance < self._prefilling:
@@ -99,6 +86,5 @@ class SplitRun(FleetRun):
         del self._decoders[job.number]
         self._taken[decoder] -= self._needs(request)
         self._answer(request, now)
-        waiting = [i for i in range(self._prefilling) if self._queues[i]]
-        for each in sorted(waiting, key=lambda i: self._queues[i][0].number):
-            self._prefill(each)
+        for each in self._instances[: self._prefilling]:
+            each.resume()
