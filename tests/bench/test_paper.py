@@ -73,9 +73,9 @@ def test_one_instance_is_an_engine() -> None:
     assert answer.tpot_s == pytest.approx(ENGINE.decode_s(1, 1050), rel=0.01)
 
 
-def test_a_group_shares_a_prefill_and_a_decode_attends_everywhere() -> None:
+def test_a_group_shares_a_prefill() -> None:
     """Of four instances three are idle: a prefill takes a quarter of the time that depends on its tokens. Each decode
-    step waits for two messages per layer, and a quarter of the attention."""
+    step waits for two messages per layer, and for its part of the attention."""
     chain = tuple(range(3))
     prompt = Prompt(4 * SEGMENT, (*chain, 3), 0.0, 101)
     run = in_place(fleet(4), prompt)
@@ -84,10 +84,11 @@ def test_a_group_shares_a_prefill_and_a_decode_attends_everywhere() -> None:
     alone_s, messages_s = ENGINE.prefill_s(prompt.tokens) - fixed_s, 2 * ENGINE.model.layers * LATENCY_S
     assert alone_s / 4 < answer.ttft_s - fixed_s < 0.45 * alone_s
     own_s, all_s = ENGINE.decode_s(1, 0), ENGINE.decode_s(1, prompt.tokens + 50)
-    assert answer.tpot_s == pytest.approx(own_s + messages_s + (all_s - own_s) / 4, rel=0.05)
-    queries = 2 * ENGINE.model.layers * ENGINE.model.hidden * 2 * 3 * (prompt.tokens + 101)
+    holders = 3 * (1 - 0.75 ** (prompt.tokens / run._run_tokens))
+    assert answer.tpot_s == pytest.approx(own_s + messages_s + (all_s - own_s) / (1 + holders), rel=0.05)
+    queries = 2 * ENGINE.model.layers * ENGINE.model.hidden * 2 * holders * (prompt.tokens + 101)
     put = prompt.tokens * ENGINE.model.cache_bytes * 3 // 4
-    assert sum(run._sent.totals()) == queries + put
+    assert sum(run._sent.totals()) == pytest.approx(queries + put, abs=2)
 
 
 def test_the_pool_is_one_memory() -> None:

@@ -8,10 +8,13 @@
 
 - Segments are hashed to instances, one copy each; a segment that more than `HOT_SHARE` of the latest `WINDOW` requests
   read has a copy at every instance, which takes memory. The pool evicts the least recently used segment of all.
-- All instances attend to all cached segments together. With n instances of which a compute now, attention over cached
-  segments takes a / n of the time that one instance would take alone.
-- The queries of a step go to all other instances, and their outputs come back, beside that attention: the longer of
-  both counts. Each layer waits for two messages of `LATENCY_S`. Requests whose segments are all hot ship nothing.
+- A prefix lies in runs of `run_tokens`, the length over which a query is attended in the time in which it is sent and
+  its output comes back; each run is hashed to an instance. So h of the n - 1 other instances hold parts of a prefix:
+  (n - 1) (1 - (1 - 1 / n) ^ runs) on average. Hits count by segments.
+- The h + 1 instances attend together. While a of n instances compute, attention over cached segments takes a / n of the
+  time that one instance would take alone, and at least 1 / (h + 1).
+- The queries of a step go to the h instances, and their outputs come back, beside that attention: the longer of both
+  counts. Each layer waits for two messages of `LATENCY_S`. Requests whose segments are all hot ship nothing.
 - A request goes to the instance with the fewest prompt tokens to compute. While no request waits, instances without
   work take equal parts of the tokens of a step that computes prompts.
 
@@ -92,6 +95,9 @@ class InPlaceRun(FleetRun):
         """By instance, whether it has a request that has not begun."""
         self._until_s = [0.0] * self._size
         """By instance, time until which it computes, for itself or in a group."""
+        engine, gpu = options.engine, options.engine.gpu
+        flops = engine.gpus * gpu.flops * gpu.compute_efficiency
+        self._run_tokens = flops / engine.network_rate(nvlink=options.nvlink)
         self._recent: deque[tuple[int, ...]] = deque()
         self._reads: Counter[int] = Counter()
         """The prompts of the latest requests, and the number of these that have each segment."""
@@ -137,7 +143,7 @@ class InPlaceRun(FleetRun):
         super()._first(0, job, now)
         self._new[instance] -= job.prompt - job.cached
         put = job.new * self._engine.model.cache_bytes * (self._size - 1) // self._size
-        self._sent.add(now, instance, put + self._cold(job) * self._query_bytes(job.new))
+        self._sent.add(now, instance, put + self._queries(job, job.new))
 
     def _finish(self, instance: int, job: Job, now: float) -> None:
         del self._at[job.number]
@@ -145,7 +151,7 @@ class InPlaceRun(FleetRun):
         # A segment may have become hot or cold meanwhile; the number is an estimate.
         self._shipping[instance] = min(max(0, self._shipping[instance] - self._cold(job)), self._open[instance])
         self._under_way.end(job)
-        self._sent.add(now, instance, self._cold(job) * self._query_bytes(job.output))
+        self._sent.add(now, instance, self._queries(job, job.output))
         super()._finish(0, job, now)
         self._dispatch()
 
@@ -184,9 +190,13 @@ class InPlaceRun(FleetRun):
         own_s = engine.step_s([Chunk(new, own, last) for new, own, _, last in shared], decoding, 0)
         all_s = engine.step_s([Chunk(new, own + cached, last) for new, own, cached, last in shared], decoding, context)
         active = parts + sum(i not in joining and not self._idle(i) for i in others)
-        attending_s = (all_s - own_s) * active / self._size
-        shipped_s = self._ship(instance, sum(new for new, *_ in shared) + decoding)
-        step_s = own_s + max(attending_s, shipped_s)
+        # What each token of the step ships: its context decides to how many instances.
+        held = [(new, self._holders(cached)) for new, _, cached, _ in shared]
+        held.append((decoding, self._holders(context / max(1, decoding))))
+        reach = sum(tokens * holders for tokens, holders in held)
+        mean = reach / max(1, sum(tokens for tokens, _ in held))
+        attending_s = (all_s - own_s) * max(active / self._size, 1 / (1 + mean))
+        step_s = own_s + max(attending_s, self._ship_s(instance, reach, active))
         for each in joining:
             self._busy.add(each, now, now + step_s)
             self._until_s[each] = now + step_s
@@ -195,18 +205,30 @@ class InPlaceRun(FleetRun):
         self._until_s[instance] = now + step_s
         return step_s
 
-    def _ship(self, instance: int, tokens: int) -> float:
-        """Seconds in which the queries of so many tokens reach the other instances and the outputs come back."""
-        if self._size == 1 or not self._shipping[instance]:
-            return 0.0
-        tokens = -(-tokens * self._shipping[instance] // max(1, self._open[instance]))
-        rate = self._engine.network_rate(nvlink=self._options.nvlink)
-        return self._query_bytes(tokens) / rate + 2 * self._engine.model.layers * LATENCY_S
+    def _holders(self, context: float) -> float:
+        """Expected number of other instances that hold a part of so many cached tokens."""
+        others = self._size - 1
+        return others * (1 - (1 - 1 / self._size) ** max(1.0, context / self._run_tokens)) if context else 0.0
 
-    def _query_bytes(self, tokens: int) -> int:
-        """Bytes of the queries of so many tokens to all other instances, and of the outputs back."""
+    def _ship_s(self, instance: int, reach: float, active: int) -> float:
+        """Seconds in which the queries of a step reach other instances and the outputs come back; `reach`: tokens times
+        instances. A link sends the queries of its own instance, and outputs for the other active ones."""
+        if not reach or not self._shipping[instance]:
+            return 0.0
+        nbytes = reach * self._token_bytes() * self._shipping[instance] / max(1, self._open[instance])
+        both = (1 + (active - 1) / (self._size - 1)) / 2
+        rate = self._engine.network_rate(nvlink=self._options.nvlink)
+        return both * nbytes / rate + 2 * self._engine.model.layers * LATENCY_S
+
+    def _queries(self, job: Job, tokens: int) -> int:
+        """Bytes of the queries and outputs of so many tokens of a request."""
+        context = len(job.chain) * self._segment
+        return round(self._cold(job) * tokens * self._holders(context) * self._token_bytes())
+
+    def _token_bytes(self) -> int:
+        """Bytes of the queries of one token to one instance, and of their outputs."""
         model = self._engine.model
-        return 2 * model.layers * tokens * model.heads * model.head_dim * CACHE_BYTES * (self._size - 1)
+        return 2 * model.layers * model.heads * model.head_dim * CACHE_BYTES
 
 
 def _part(chunk: Chunk, parts: int) -> tuple[int, int, int, bool]:
