@@ -84,8 +84,6 @@ class InPlaceRun(FleetRun):
         self._under_way = UnderWay(self._segment)
         self._queue: deque[Job] = deque()
         """Requests that no instance has yet."""
-        self._at: dict[int, int] = {}
-        """By number of each request that an instance has: the instance."""
         self._new = [0] * self._size
         """By instance, prompt tokens of the requests that have no first token."""
         self._open = [0] * self._size
@@ -123,7 +121,6 @@ class InPlaceRun(FleetRun):
             self._queue.popleft()
             chosen = min(free, key=lambda i: (self._new[i], self._open[i]))
             self._under_way.begin(job)
-            self._at[job.number] = chosen
             self._ahead[chosen] = True
             self._new[chosen] += job.prompt
             self._open[chosen] += 1
@@ -146,7 +143,6 @@ class InPlaceRun(FleetRun):
         self._sent.add(now, instance, put + self._queries(job, job.new))
 
     def _finish(self, instance: int, job: Job, now: float) -> None:
-        del self._at[job.number]
         self._open[instance] -= 1
         # A segment may have become hot or cold meanwhile; the number is an estimate.
         self._shipping[instance] = min(max(0, self._shipping[instance] - self._cold(job)), self._open[instance])

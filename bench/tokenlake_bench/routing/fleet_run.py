@@ -28,12 +28,13 @@ _PROGRESS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all instances
-    together, split evenly. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, and its part of
-    `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None: `capacity_tokens` is all.
+    """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all
+    instances together, split evenly. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, and
+    its part of `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None:
+    `capacity_tokens` is all. `chunk_tokens` and `batch` are those of each instance (`InstanceOptions`).
     `cache_aware`: settings of the cache-aware router. `nvlink`: instances are connected by NVLink in place of their
-    network adapters. `reference`: the engine whose times are those of a request alone in the objective; None: `engine`.
-    """
+    network adapters. `reference`: the engine whose times are those of a request alone in the objective; None:
+    `engine`."""
 
     instances: int
     capacity_tokens: int
