@@ -20,8 +20,8 @@
   work take equal parts of the tokens of a step that computes prompts.
 
 The paper describes no rule in more detail. Its groups are chosen by dynamic programming over all batches, and its
-batches are of one phase; here a step mixes both as in the compared systems. The scheduler knows the pool exactly, its own
-messages take no time, and a group exchanges nothing for the attention among its new tokens: the model favours the
+batches are of one phase; here a step mixes both as in the compared systems. The scheduler knows the pool exactly, its
+own messages take no time, and a group exchanges nothing for the attention among its new tokens: the model favours the
 paper's system where it is not exact.
 """
 
