@@ -7,6 +7,7 @@ import pytest
 
 from tests.bench.test_simulation import conversations
 from tokenlake.errors import ConfigurationError
+from tokenlake.wire.engine import MAX_KEYS
 from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
 from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
@@ -106,6 +107,14 @@ def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
     found = [answer.hit_tokens // TOKENS for answer in others]
     assert 48 < max(found) < 60
     assert min(found) >= 24
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_prompt_of_several_matches_is_found_whole(nodes: int) -> None:
+    """The daemon answers for `MAX_KEYS` segments at a time."""
+    count = MAX_KEYS + 3
+    accesses = Accesses(TOKENS, [Prompt(count * TOKENS + 10, tuple(range(count)), 2_000.0 * at, 2) for at in range(2)])
+    assert [answer.hit_tokens for answer in pooled(accesses, nodes, 2 * count).answers] == [0, count * TOKENS]
 
 
 def test_an_ample_pool_finds_every_prefix_and_is_deterministic() -> None:
