@@ -87,6 +87,7 @@ def cache_hit(**arguments: Any) -> None:
 @_option("--trace", "traces", type=_FILE, multiple=True, help="A trace in either format; repeatable.")
 @_option("--capacity-tokens", help="Capacities of the whole pool: 1000000,3000000. [default: three, by format]")
 @_option("--policy", "policies", help="Policies: forecast,lru. [default: all]")
+@_option("--nodes", default=1, help="Prompts longer than this part of the capacity are reported apart.")
 @_option("--limit", type=int, help="Only the first N requests of each trace.")
 @_seed
 @_json

@@ -136,6 +136,7 @@ class FleetRun:
             self._busy,
             self._engine,
             duplication=self._caches.copies_per_segment(),
+            node_tokens=self._capacity * self._segment,
             closed_loop=self._turns.closed,
         )
 

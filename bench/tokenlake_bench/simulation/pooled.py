@@ -348,6 +348,7 @@ class PooledRun:
             self.busy,
             self.engine,
             duplication=simulation.figures().duplication,
+            node_tokens=self.node_tokens,
             closed_loop=self._closed_loop,
             disk=simulation.disk_use(max(answer.at_s for answer in self.answers)),
         )
