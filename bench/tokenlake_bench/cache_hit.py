@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -12,6 +12,8 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
+from tokenlake_bench.routing.base import SGLANG
+from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_swarms
 from tokenlake_bench.simulation.options import SimulationOptions
@@ -29,10 +31,17 @@ BUILTIN_SIZE: Final = 24_000, 64
 MODEL, GPU, BASELINES = "llama-3-8b", "a100-80g", "cache-aware-perfect"
 NONE: Final = "none"
 LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
+LEAST: Final = {
+    **dict.fromkeys(("nodes", "limit", "copies", "swarm", "disk_tokens", "tensor_parallel"), 1),
+    "balance_threshold": 0,
+    "chunk_tokens": BATCH,
+}
+"""The smallest value of each argument that is a count: a forward pass has a token of each request of a batch."""
 JITTER_S: Final = 3.0
 """Largest rounding in seconds of the times of known traces; a random delay up to it spreads the requests again."""
 SIMULATED: Final = (
     *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "route", "pools", "baselines", "model", "gpu"),
+    *("tensor_parallel", "chunk_tokens", "balance_threshold", "nvlink"),
     *("rate", "copies", "swarm", "open_loop", "goodput"),
 )
 """Arguments that need simulated engines."""
@@ -42,12 +51,15 @@ SIMULATED: Final = (
 class CacheHitArguments:
     """Arguments of the command, those in `SIMULATED` for simulated engines alone. Capacities are those of the whole
     pool; `engine_cache_tokens` is the GPU cache of each instance, None where `capacity_tokens` is all memory for
-    caches; `disk_tokens`: what the disks of all nodes hold, None for none. `rate`: requests per second of all copies
-    together, None for the trace's own. `copies`: so many copies of the trace run side by side, shifted, with shared
-    templates. `swarm`: number of requests in each added swarm of parallel agents. `open_loop`: every request arrives at
-    its recorded time. `goodput`: search the highest rate within the objective, in place of the comparison. `pools`:
-    None for `pool`, and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of
-    range."""
+    caches; `disk_tokens`: what the disks of all nodes hold, None for none. `rate`: requests per second of all
+    copies together, None for the trace's own. `tensor_parallel`: number of GPUs of an instance, None for the fewest
+    that the model needs. `chunk_tokens`: number of tokens that a forward pass computes at most.
+    `balance_threshold`: the cache-aware router sends a request to the shortest queue where the queues differ by
+    more requests. `nvlink`: the nodes of the pool are connected by NVLink in place of their network adapters.
+    `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
+    requests in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time.
+    `goodput`: search the highest rate within the objective, in place of the comparison. `pools`: None for `pool`,
+    and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of range."""
 
     mode: Literal["live", "simulate"] = "simulate"
     trace: Path | None = None
@@ -64,6 +76,10 @@ class CacheHitArguments:
     pools: str | None = None
     model: str | None = None
     gpu: str | None = None
+    tensor_parallel: int | None = None
+    chunk_tokens: int | None = None
+    balance_threshold: int | None = None
+    nvlink: bool = False
     rate: float | None = None
     copies: int | None = None
     swarm: int | None = None
@@ -81,9 +97,9 @@ class CacheHitArguments:
             raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
         if self.disk_writes_per_day is not None and not 0 <= self.disk_writes_per_day < math.inf:
             raise ConfigurationError("disk_writes_per_day", self.disk_writes_per_day, "a finite number, at least 0")
-        for name in ("nodes", "limit", "copies", "swarm", "disk_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigurationError(name, value, "at least 1")
+        for name, least in LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigurationError(name, value, f"at least {least}")
         if self.engine_cache_tokens is not None:
             self.fleet(self.engine()).engine_cache_segments(self.size[1])
 
@@ -110,7 +126,9 @@ class CacheHitArguments:
 
     def engine(self) -> EngineModel:
         """The engine model that gives the times of one instance."""
-        return EngineModel.fitting(model_named(self.model or MODEL), gpu_named(self.gpu or GPU))
+        model, gpu = model_named(self.model or MODEL), gpu_named(self.gpu or GPU)
+        gpus = self.tensor_parallel
+        return EngineModel.fitting(model, gpu) if gpus is None else EngineModel(model, gpu, gpus)
 
     def options(self) -> SimulationOptions:
         """Options of the simulated pool."""
@@ -123,19 +141,25 @@ class CacheHitArguments:
             seed=self.seed,
             rules={} if budget is None else {"disk_writes_per_day": budget},
             disk_tokens=self.disk_tokens or 0,
+            nvlink=self.nvlink,
         )
 
     def run_of(self, pool: PoolSystem) -> PooledRun:
         """A run of one form of the pool."""
-        return pool.prepare(self.options(), self.engine(), self.engine_cache_tokens)
+        chunk_tokens = self.chunk_tokens or CHUNK_TOKENS
+        return pool.prepare(self.options(), self.engine(), self.engine_cache_tokens, chunk_tokens)
 
     def fleet(self, engine: EngineModel) -> FleetOptions:
         """Options of the systems with which the pool is compared."""
+        threshold = self.balance_threshold
+        settings = SGLANG if threshold is None else replace(SGLANG, balance_abs_threshold=threshold)
         return FleetOptions(
             instances=self.nodes,
             capacity_tokens=self.size[0],
             engine=engine,
             engine_cache_tokens=self.engine_cache_tokens,
+            chunk_tokens=self.chunk_tokens or CHUNK_TOKENS,
+            cache_aware=settings,
             seed=self.seed,
         )
 

@@ -55,6 +55,18 @@ def test_a_request_alone_takes_what_the_engine_model_says() -> None:
     assert answer.tpot_s == pytest.approx(ENGINE.decode_s(1, 1050), rel=0.01)
 
 
+@pytest.mark.parametrize("chunk_tokens", [256, 1024])
+def test_a_pool_s_engine_computes_in_chunks_as_the_others(chunk_tokens: int) -> None:
+    accesses = Accesses(TOKENS, [Prompt(1000, (0,), 0.0, 11)])
+    options = pool_options(ENGINE, nodes=1, capacity_tokens=100 * TOKENS, segment_tokens=TOKENS, seed=0)
+    run = PooledRun(options, ENGINE, counts_memory=True, chunk_tokens=chunk_tokens)
+    run.run(arrivals_of(accesses))
+    fleet = FleetOptions(instances=1, capacity_tokens=100 * TOKENS, engine=ENGINE, chunk_tokens=chunk_tokens)
+    row = run_system(accesses, SYSTEMS["round-robin-real"], fleet)
+    assert run.answers[0].ttft_s * 1e3 == pytest.approx(row.ttft_p50_ms, abs=1.0)
+    assert (row.ttft_p50_ms > 1.05 * ENGINE.prefill_s(1000) * 1e3) == (chunk_tokens == 256)
+
+
 def test_a_fetched_prefix_is_not_computed_again() -> None:
     chain = tuple(range(8))
     accesses = Accesses(TOKENS, [Prompt(8 * TOKENS + 10, chain, 30.0 * at, 2) for at in range(6)])

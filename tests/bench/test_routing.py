@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,15 +28,23 @@ from tokenlake_bench.routing import (
     run_system,
     systems_named,
 )
+from tokenlake_bench.routing.base import SGLANG, CacheAwareSettings, Fleet, RoutedRequest, least
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
-from tokenlake_bench.routing.systems import CacheAware, CacheAwareSettings, Fleet, RoundRobin, RoutedRequest, least
+from tokenlake_bench.routing.preble import Preble
+from tokenlake_bench.routing.systems import CacheAware, RoundRobin
 
 ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
 SEGMENT = 512
 
 
-def fleet(knowledge: TrackedCaches, instances: int = 4, seed: int = 0) -> Fleet:
-    return Fleet(instances, SEGMENT, knowledge, random.Random(seed))
+def fleet(
+    knowledge: TrackedCaches,
+    settings: CacheAwareSettings = SGLANG,
+    instances: int = 4,
+    seed: int = 0,
+    capacity: int = 100,
+) -> Fleet:
+    return Fleet(instances, capacity, SEGMENT, ENGINE, knowledge, random.Random(seed), settings)
 
 
 def ask(number: int, *chain: int, beyond: int = 0) -> RoutedRequest:
@@ -115,7 +124,7 @@ def test_ties_are_drawn() -> None:
 
 def test_round_robin() -> None:
     router = RoundRobin(fleet(OwnRecord(4, 10)))
-    assert [router.choose(ask(number, 1)) for number in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [router.choose(ask(number, 1), 0.0) for number in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
 # -- SGLang's
@@ -123,7 +132,7 @@ def test_round_robin() -> None:
 
 def test_a_long_match_is_followed() -> None:
     router = CacheAware(fleet(caches((1, 2, 3), (1,), (1, 2), ())))
-    assert router.choose(ask(0, 1, 2, 3, 4)) == 0
+    assert router.choose(ask(0, 1, 2, 3, 4), 0.0) == 0
 
 
 def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
@@ -131,30 +140,86 @@ def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
     instance 1, which holds the fewest segments."""
     knowledge = caches((1, 2, 9), (7,), (8, 9), (5, 6))
     router = CacheAware(fleet(knowledge))
-    assert router.choose(ask(0, 1, 2, 3, 4)) == 1
-    lower = CacheAware(fleet(knowledge), CacheAwareSettings(cache_threshold=0.49))
-    assert lower.choose(ask(0, 1, 2, 3, 4)) == 0
+    assert router.choose(ask(0, 1, 2, 3, 4), 0.0) == 1
+    lower = CacheAware(fleet(knowledge, CacheAwareSettings(cache_threshold=0.49)))
+    assert lower.choose(ask(0, 1, 2, 3, 4), 0.0) == 0
 
 
 def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
     """The prompt leaves the instance with its cache where the loads differ by more than the absolute threshold, and
     their ratio is above the relative one."""
     settings = CacheAwareSettings(balance_abs_threshold=2, balance_rel_threshold=1.5)
-    router = CacheAware(fleet(caches((1, 2), ()), instances=2), settings)
-    sent = [router.choose(ask(number, 1, 2)) for number in range(4)]
+    router = CacheAware(fleet(caches((1, 2), ()), settings, instances=2))
+    sent = [router.choose(ask(number, 1, 2), 0.0) for number in range(4)]
     assert sent == [0, 0, 0, 1]
-    router.finished(sent[0])
-    assert router.choose(ask(4, 1, 2)) == 0
+    router.finished(sent[0], answered(0.0, 2, 1, 0, 1.0, 0.0))
+    assert router.choose(ask(4, 1, 2), 0.0) == 0
     relative = CacheAwareSettings(balance_abs_threshold=0, balance_rel_threshold=2.0)
-    router = CacheAware(fleet(caches((1, 2), (3, 4)), instances=2), relative)
-    router.choose(ask(0, 3, 4))
-    assert [router.choose(ask(number, 1, 2)) for number in range(1, 5)] == [0, 0, 0, 1]
+    router = CacheAware(fleet(caches((1, 2), (3, 4)), relative, instances=2))
+    router.choose(ask(0, 3, 4), 0.0)
+    assert [router.choose(ask(number, 1, 2), 0.0) for number in range(1, 5)] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("knowledge", [caches((), (), (), ()), caches((1,), (1,), (1,), (1,))])
 def test_equals_are_drawn_by_the_seed(knowledge: TrackedCaches) -> None:
-    chosen = {CacheAware(fleet(knowledge, seed=seed)).choose(ask(0, 1)) for seed in range(60)}
-    assert chosen == {0, 1, 2, 3}
+    makers: list[Callable[[Fleet], CacheAware | Preble]] = [CacheAware, Preble]
+    for maker in makers:
+        chosen = {maker(fleet(knowledge, seed=seed)).choose(ask(0, 1), 0.0) for seed in range(60)}
+        assert chosen == {0, 1, 2, 3}
+
+
+# -- Preble's
+
+
+def test_more_cached_than_missing_is_exploited() -> None:
+    known = tuple(range(20))
+    router = Preble(fleet(caches(known, (), (), ())))
+    for number in range(2):
+        assert router.choose(ask(number, *known, *range(100, 119)), 0.0) == 0
+    # Half of the prompt is cached at instance 0, which is not more than half, and computing all of it elsewhere takes
+    # less time than the queue of instance 0.
+    assert router.choose(ask(2, *known, *range(200, 220)), 0.0) != 0
+
+
+def test_of_equally_long_matches_the_less_loaded_one() -> None:
+    router = Preble(fleet(caches((1, 2), (1, 2)), instances=2))
+    first = router.choose(ask(0, 1, 2, 3), 0.0)
+    assert router.choose(ask(1, 1, 2, 3), 0.0) == 1 - first
+
+
+def test_load_is_forgotten_after_the_window() -> None:
+    """The first prompt goes to instance 0, for its cache, and a new one to instance 1, which has less load. Long after,
+    both loads are forgotten, and either instance is chosen."""
+    late = set()
+    for seed in range(40):
+        router = Preble(fleet(caches((1, 2), ()), instances=2, seed=seed))
+        router.choose(ask(0, 1, 2), 0.0)
+        assert router.choose(ask(1, 8, 9), 100.0) == 1
+        late.add(router.choose(ask(2, 5, 6), 281.0))
+    assert late == {0, 1}
+
+
+def test_what_would_be_evicted_counts() -> None:
+    """Both instances are full and equally loaded. A new prompt goes to instance 1: the coldest segments of instance 0
+    were requested again, those of 1 never were."""
+    knowledge = caches((11, 1, 2, 3), (), capacity=4)
+    for chain in ((21,), (22,), (23,), (24,)):
+        knowledge.touch(chain, 1)
+    router = Preble(fleet(knowledge, instances=2, capacity=4))
+    router.choose(ask(0, 11, 1, 2, 3), 0.0)
+    router.choose(ask(1, 21, 22), 0.0)
+    load = router._load
+    load[0] = load[1] = 1.0
+    assert list(knowledge.coldest(0))[:2] == [3, 2]
+    assert router.choose(ask(2, 31, 32), 0.0) == 1
+
+
+def test_answers_teach_how_long_answers_take() -> None:
+    router = Preble(fleet(caches((), ()), instances=2))
+    for output, tpot in [(101, 0.02), (201, 0.04)]:
+        router.finished(0, answered(0.0, 10, output, 0, 1.0, tpot))
+    assert router._output_tokens == pytest.approx(101 + 0.05 * 100)
+    assert router._token_s == pytest.approx(0.02 + 0.05 * 0.02)
 
 
 # -- figures
@@ -226,7 +291,7 @@ def workload(requests: int, gap_s: float, seed: int = 1) -> Accesses:
     return Accesses(SEGMENT, prompts)
 
 
-def options(instances: int = 4, segments: int = 20, **changed: int) -> FleetOptions:
+def options(instances: int = 4, segments: int = 20, **changed: Any) -> FleetOptions:
     capacity = instances * segments * SEGMENT
     return FleetOptions(instances=instances, capacity_tokens=capacity, engine=ENGINE, **changed)
 
@@ -271,9 +336,10 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert all(math.isfinite(getattr(row, field)) for field in finite)
 
 
-def test_routing_by_caches_finds_more_than_round_robin() -> None:
+@pytest.mark.parametrize("name", ["cache-aware-perfect", "preble-perfect"])
+def test_routing_by_caches_finds_more_than_round_robin(name: str) -> None:
     accesses = workload(400, gap_s=0.5)
-    ours = run_system(accesses, SYSTEMS["cache-aware-perfect"], options())
+    ours = run_system(accesses, SYSTEMS[name], options())
     assert ours.token_hit_rate > run_system(accesses, SYSTEMS["round-robin-perfect"], options()).token_hit_rate
 
 

@@ -13,8 +13,10 @@ from rich.console import Console
 from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.routing import Answered
+from tokenlake_bench.routing.base import CacheAwareSettings
 from tokenlake_bench.simulation import command, pooled
 from tokenlake_bench.simulation.command import Study
+from tokenlake_bench.simulation.pools import POOLS
 
 DISK = {"disk_share", "disk_written_bytes_per_day", "disk_written_share"}
 ITEM_5 = {
@@ -188,6 +190,19 @@ def test_an_interrupted_pool_counts_finished_requests(
     assert not written.complete
 
 
+def test_options_of_engines_and_router_reach_pool_and_routers() -> None:
+    given = CacheHitArguments(tensor_parallel=4, chunk_tokens=512, balance_threshold=2, nvlink=True)
+    pool, fleet = given.run_of(POOLS["pool-real"]), given.fleet(given.engine())
+    assert pool.engine.gpus == fleet.engine.gpus == 4
+    assert pool.chunk_tokens == fleet.chunk_tokens == 512
+    assert fleet.cache_aware == CacheAwareSettings(balance_abs_threshold=2)
+    gpu = pool.engine.gpu
+    assert given.options().link.bandwidth == 4 * gpu.link_rate * gpu.link_efficiency
+    usual = CacheHitArguments()
+    assert usual.fleet(usual.engine()).cache_aware == CacheAwareSettings()
+    assert usual.options().link.bandwidth == gpu.network_rate * gpu.network_efficiency
+
+
 @pytest.mark.parametrize(
     ("mode", "arguments", "message"),
     [
@@ -205,6 +220,9 @@ def test_an_interrupted_pool_counts_finished_requests(
         ("simulate", ["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
         ("simulate", ["--engine-cache-tokens", "63"], "setting 'engine_cache_tokens' is 63"),
         ("simulate", ["--limit", "0"], "setting 'limit' is 0"),
+        ("simulate", ["--tensor-parallel", "3"], "setting 'tensor_parallel' is 3"),
+        ("simulate", ["--chunk-tokens", "255"], "setting 'chunk_tokens' is 255"),
+        ("simulate", ["--balance-threshold", "-1"], "setting 'balance_threshold' is -1"),
         ("simulate", ["--trace", "absent.jsonl"], "absent.jsonl"),
         ("live", ["--limit", "0"], "setting 'limit' is 0"),
         ("live", ["--segment-tokens", "0"], "setting 'segment_tokens' is 0"),
@@ -231,6 +249,10 @@ def test_a_wrong_argument_is_one_line_that_names_it(mode: str, arguments: list[s
         ["--copies", "2"],
         ["--open-loop"],
         ["--engine-cache-tokens", "1000"],
+        ["--tensor-parallel", "2"],
+        ["--chunk-tokens", "512"],
+        ["--balance-threshold", "1"],
+        ["--nvlink"],
     ],
 )
 def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None:

@@ -75,6 +75,13 @@ class EngineModel:
         """Seconds of one decode step of `decoding` requests that attend to `context` cached tokens in sum."""
         return self.step_s((), decoding, context)
 
+    def network_rate(self, *, nvlink: bool = False) -> float:
+        """Bytes per second between two instances, in one direction: over the network adapters of all GPUs of an
+        instance, or over their NVLinks."""
+        gpu = self.gpu
+        rate = gpu.link_rate * gpu.link_efficiency if nvlink else gpu.network_rate * gpu.network_efficiency
+        return self.gpus * rate
+
     def host_copy_s(self, tokens: int) -> float:
         """Seconds in which the KV cache of `tokens` tokens is copied between the memory of the host and that of the
         instance's GPUs, in either direction. Each GPU has a link of its own and copies its part."""

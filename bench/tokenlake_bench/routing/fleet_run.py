@@ -13,11 +13,12 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import BusyLog, SendLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.routing.base import SGLANG, CacheAwareSettings, Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
-from tokenlake_bench.routing.instance import InstanceOptions, Job
+from tokenlake_bench.routing.instance import CHUNK_TOKENS, InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
-from tokenlake_bench.routing.systems import TREE_TOKENS, Fleet, RoutedRequest, System
+from tokenlake_bench.routing.systems import System
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
@@ -29,13 +30,15 @@ _PROGRESS = 100
 class FleetOptions:
     """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all instances
     together, split evenly. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, and its part of
-    `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None: `capacity_tokens` is all."""
+    `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None: `capacity_tokens` is all.
+    `cache_aware`: settings of the cache-aware router."""
 
     instances: int
     capacity_tokens: int
     engine: EngineModel
     engine_cache_tokens: int | None = None
-    chunk_tokens: int = 2048
+    chunk_tokens: int = CHUNK_TOKENS
+    cache_aware: CacheAwareSettings = SGLANG
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
@@ -97,8 +100,13 @@ class FleetRun:
         self._engine = options.engine
         instances, self._capacity = options.instances, options.capacity(self._segment)
         self._caches = TrackedCaches([self._capacity] * instances)
-        knowledge = self._caches if system.perfect else OwnRecord(instances, TREE_TOKENS // self._segment)
-        self._router = system.router(Fleet(instances, self._segment, knowledge, random.Random(options.seed)))
+        reach = max(self._capacity, (options.engine_cache_tokens or 0) // self._segment)
+        record = (system.record_tokens or reach * self._segment) // self._segment
+        knowledge = self._caches if system.perfect else OwnRecord(instances, record)
+        rng = random.Random(options.seed)
+        self._router = system.router(
+            Fleet(instances, reach, self._segment, self._engine, knowledge, rng, options.cache_aware)
+        )
         # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
         # from the caches.
         memory = None if system.perfect else options.engine_cache_tokens or self._capacity * self._segment
@@ -143,7 +151,7 @@ class FleetRun:
     def _arrive(self, number: int, prompt: Prompt, now: float) -> None:
         index = len(self._requests)
         routed = RoutedRequest(index, prompt.tokens, prompt.chain)
-        instance = self._router.choose(routed)
+        instance = self._router.choose(routed, now)
         self._caches.promise(routed.chain, instance)
         self._requests.append(FleetRequest(number, prompt, now, routed, instance))
         self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens), prompt.chain))
@@ -177,7 +185,7 @@ class FleetRun:
             engine_tokens=request.engine_tokens,
         )
         self.answers.append(answer)
-        self._router.finished(instance)
+        self._router.finished(instance, answer)
         self._turns.answered(request.number)
 
     # -- caches and memory

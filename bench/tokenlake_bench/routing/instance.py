@@ -23,6 +23,10 @@ from typing import Final, Protocol
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import Chunk
 
+CHUNK_TOKENS: Final = 2048
+"""Number of tokens that a forward pass computes at most, unless an option says otherwise."""
+BATCH: Final = 256
+"""Number of requests that an instance has under way at most, unless an option says otherwise."""
 _MAX_STEPS: Final = 64
 """Maximum number of decode steps that are simulated as one event."""
 
@@ -69,8 +73,8 @@ class InstanceOptions:
     those in the same segment of `segment_tokens` tokens count once, None for no bound; a request that needs more runs
     alone. Raises ConfigurationError for a value out of range."""
 
-    chunk_tokens: int = 2048
-    batch: int = 256
+    chunk_tokens: int = CHUNK_TOKENS
+    batch: int = BATCH
     memory_tokens: int | None = None
     segment_tokens: int = 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenlake_bench.baselines import Lru
 
@@ -86,6 +86,10 @@ class TrackedCaches:
     def sizes(self) -> list[int]:
         """Number of segments held by each instance, as far as the router knows."""
         return [len(cache) for cache in self._caches]
+
+    def coldest(self, instance: int) -> Iterator[int]:
+        """Segments of an instance in the order in which they will be evicted, as far as the router knows."""
+        return iter(self._caches[instance])
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
         """The router sent a prompt to the instance. Does nothing here, because this knowledge follows the caches

@@ -13,52 +13,18 @@ those by the seed.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.routing.knowledge import TrackedCaches
+from tokenlake_bench.routing.base import Fleet, RoutedRequest, Router, least
+from tokenlake_bench.routing.outcome import Answered
+from tokenlake_bench.routing.preble import Preble
 
 TREE_TOKENS: Final = (1 << 24) // 4
 """Number of tokens that the router of a `-real` system remembers per instance: SGLang's default `max_tree_size` is 2^24
 characters, at about four per token."""
-
-
-class RoutedRequest(NamedTuple):
-    """A request as a router gets it; the length of its answer is not known yet."""
-
-    number: int
-    """Number of the request in order of arrival."""
-    tokens: int
-    """Length of the prompt."""
-    chain: tuple[int, ...]
-    """One id per full segment of the prompt; equal ids mean equal tokens up to the segment's end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Constructor arguments of every router. `knowledge`: what it knows of the caches; `rng` draws among instances of
-    equal cost."""
-
-    instances: int
-    segment_tokens: int
-    knowledge: TrackedCaches
-    rng: random.Random
-
-
-class Router(Protocol):
-    """Chooses the instance of each request. Its methods are called in time order. The only thing that a router
-    observes of the instances is their answers."""
-
-    def choose(self, request: RoutedRequest) -> int:
-        """Choose the instance of a request, to which it is then sent at once."""
-        ...
-
-    def finished(self, instance: int) -> None:
-        """Tell the router that the last token of an answer passes through it."""
-        ...
 
 
 class RoundRobin:
@@ -67,37 +33,28 @@ class RoundRobin:
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances
 
-    def choose(self, request: RoutedRequest) -> int:
+    def choose(self, request: RoutedRequest, now: float) -> int:
         return request.number % self._instances
 
-    def finished(self, instance: int) -> None:
+    def finished(self, instance: int, answered: Answered) -> None:
         """Does nothing, because the rule does not depend on answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheAwareSettings:
-    """Settings of SGLang's cache-aware router, with its documented defaults."""
-
-    cache_threshold: float = 0.5
-    balance_abs_threshold: int = 32
-    balance_rel_threshold: float = 1.0001
 
 
 class CacheAware:
     """SGLang's cache-aware routing; the docstring of the module describes the rule."""
 
-    def __init__(self, fleet: Fleet, settings: CacheAwareSettings | None = None) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._settings = settings or CacheAwareSettings()
+        self._settings = fleet.cache_aware
         self._pending = [0] * fleet.instances
 
-    def choose(self, request: RoutedRequest) -> int:
+    def choose(self, request: RoutedRequest, now: float) -> int:
         instance = self._instance(request)
         self._pending[instance] += 1
         self._fleet.knowledge.sent(request.chain, instance)
         return instance
 
-    def finished(self, instance: int) -> None:
+    def finished(self, instance: int, answered: Answered) -> None:
         self._pending[instance] -= 1
 
     def _instance(self, request: RoutedRequest) -> int:
@@ -115,25 +72,24 @@ class CacheAware:
         return least(pending, [i for i in instances if sizes[i] == smallest], fleet.rng)
 
 
-def least(costs: Sequence[float], among: Sequence[int], rng: random.Random) -> int:
-    """The instance of `among` whose cost is least; `rng` draws among equal ones."""
-    lowest = min(costs[index] for index in among)
-    ties = [index for index in among if costs[index] == lowest]
-    return ties[0] if len(ties) == 1 else rng.choice(ties)
-
-
 @dataclass(frozen=True, slots=True)
 class System:
-    """A compared system."""
+    """A compared system. `record_tokens`: number of tokens that the router of a `-real` system remembers per instance,
+    None: as many as the instance can keep."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
+    record_tokens: int | None = TREE_TOKENS
 
 
 SYSTEMS: Final[dict[str, System]] = {
-    f"{name}-{kind}": System(f"{name}-{kind}", router, kind == "perfect")
-    for name, router in (("round-robin", RoundRobin), ("cache-aware", CacheAware))
+    f"{name}-{kind}": System(f"{name}-{kind}", router, kind == "perfect", record_tokens)
+    for name, router, record_tokens in (
+        ("round-robin", RoundRobin, TREE_TOKENS),
+        ("cache-aware", CacheAware, TREE_TOKENS),
+        ("preble", Preble, None),
+    )
     for kind in ("perfect", "real")
 }
 

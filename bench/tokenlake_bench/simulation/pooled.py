@@ -29,7 +29,7 @@ from tokenlake.memory import Kind, Segment, State
 from tokenlake_bench.balance import BusyLog
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.clocked import ClockedInstance
-from tokenlake_bench.routing.instance import InstanceOptions, Job
+from tokenlake_bench.routing.instance import CHUNK_TOKENS, InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, Route, Send
@@ -66,18 +66,18 @@ def pool_options(
     seed: int,
     rules: Mapping[str, Any] = MappingProxyType({}),
     disk_tokens: int = 0,
+    nvlink: bool = False,
 ) -> SimulationOptions:
-    """Options of a simulated pool with one node per engine instance, whose network adapters together are one
-    connection. A node's memory is one region, so it has as many slots as an instance of the compared systems has cache
-    segments."""
-    bandwidth = engine.gpus * engine.gpu.network_rate * engine.gpu.network_efficiency
+    """Options of a simulated pool with one node per engine instance, whose network adapters together, or NVLinks, are
+    one connection. A node's memory is one region, so it has as many slots as an instance of the compared systems has
+    cache segments."""
     return SimulationOptions(
         nodes=nodes,
         capacity_tokens=capacity_tokens,
         disk_tokens=disk_tokens,
         layout=engine_layout(engine, segment_tokens),
         seed=seed,
-        link=Link(bandwidth=bandwidth),
+        link=Link(bandwidth=engine.network_rate(nvlink=nvlink)),
         rules=rules,
     )
 
@@ -134,7 +134,11 @@ class PooledEngine(SimulatedEngine):
         self._instance = ClockedInstance(
             node.clock,
             run.engine,
-            InstanceOptions(memory_tokens=memory if run.counts_memory else None, segment_tokens=options.segment_tokens),
+            InstanceOptions(
+                chunk_tokens=run.chunk_tokens,
+                memory_tokens=memory if run.counts_memory else None,
+                segment_tokens=options.segment_tokens,
+            ),
             begin=self._begin,
             first=self._first,
             finished=self._answered_all,
@@ -287,11 +291,13 @@ class PooledRun:
         *,
         counts_memory: bool,
         instance: Callable[..., PooledEngine] = PooledEngine,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         """`counts_memory`: requests under way take memory. `instance`: makes the engine of each node from the arguments
-        of `PooledEngine`."""
+        of `PooledEngine`. `chunk_tokens`: number of tokens that a forward pass computes at most."""
         self.engine = engine
         self.counts_memory = counts_memory
+        self.chunk_tokens = chunk_tokens
         self.answers: list[Answered] = []
         self.busy = BusyLog(options.nodes)
         self.done: list[Arrival] = []

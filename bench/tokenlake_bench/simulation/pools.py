@@ -8,6 +8,7 @@ from typing import Final
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.routing.instance import CHUNK_TOKENS
 from tokenlake_bench.simulation.cached import CachedEngine
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
@@ -27,7 +28,11 @@ class PoolSystem:
     planned: bool
 
     def prepare(
-        self, options: SimulationOptions, engine: EngineModel, engine_cache_tokens: int | None = None
+        self,
+        options: SimulationOptions,
+        engine: EngineModel,
+        engine_cache_tokens: int | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> PooledRun:
         """A run of this form of the pool. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, of
         which requests under way take memory in place of the pool."""
@@ -36,7 +41,7 @@ class PoolSystem:
             if engine_cache_tokens is None
             else partial(CachedEngine, engine_cache_tokens=engine_cache_tokens)
         )
-        run = PooledRun(options, engine, counts_memory=self.counts_memory, instance=instance)
+        run = PooledRun(options, engine, counts_memory=self.counts_memory, instance=instance, chunk_tokens=chunk_tokens)
         if self.planned:
             run.route = PlannedRoute(run)
         return run
