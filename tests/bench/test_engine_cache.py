@@ -13,8 +13,8 @@ from tests.bench.test_simulation import conversations
 from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
 from tokenlake_bench.routing.engine_cache import EngineCache
-from tokenlake_bench.routing.offload import OffloadRun
 from tokenlake_bench.routing.outcome import Answered, SystemRow
+from tokenlake_bench.routing.run import prepared
 from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.cached import CachedEngine
 from tokenlake_bench.simulation.pooled import PooledRun, pool_options
@@ -32,7 +32,7 @@ def offloaded(
         engine=ENGINE,
         engine_cache_tokens=engine_segments * TOKENS,
     )
-    run = OffloadRun(accesses, SYSTEMS[system], options)
+    run = prepared(accesses, SYSTEMS[system], options)
     return run.run(lambda done: None), run.answers
 
 

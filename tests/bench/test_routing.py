@@ -328,7 +328,8 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert 0 < row.tpot_p50_ms <= row.tpot_p99_ms
     assert 0 <= row.remote_share < 1
     assert 0 < row.busy_share <= 1
-    assert (row.load_cv, row.bytes_moved) == (None, 0), "private caches send nothing"
+    if SYSTEMS[name].view_age_s is None:
+        assert (row.load_cv, row.bytes_moved) == (None, 0), "private caches send nothing"
     # Routers have no disks.
     absent = {"disk_written_bytes_per_day", "disk_written_share", "long_prompts"}
     assert all(getattr(row, field) is None for field in absent)

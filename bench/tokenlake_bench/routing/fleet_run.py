@@ -86,6 +86,8 @@ class FleetRequest:
     hit_tokens: int = 0
     engine_tokens: int = 0
     """Number of those of the `hit_tokens` that are in the instance's GPU cache."""
+    remote_tokens: int = 0
+    """Number of those of the `hit_tokens` that came from another instance for this request."""
     first_s: float = 0.0
 
 
@@ -113,7 +115,7 @@ class FleetRun:
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory, segment_tokens=self._segment)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
-        self._busy = BusyLog(instances)
+        self._sent, self._busy = SendLog(instances), BusyLog(instances)
         self._instances = [
             ClockedInstance(
                 self._clock,
@@ -140,7 +142,7 @@ class FleetRun:
         progress(len(self._requests))
         return row_of(
             self.answers,
-            SendLog(self._options.instances),
+            self._sent,
             self._busy,
             self._engine,
             duplication=self._caches.copies_per_segment(),
@@ -157,6 +159,13 @@ class FleetRun:
         self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens), prompt.chain))
         if index % _PROGRESS == 0:
             self._progress(index)
+
+    def restart(self, instance: int) -> None:
+        """Restart the engine of an instance, which then finds nothing that was cached there. Requests under way go
+        on."""
+        self._caches.resize(instance, 0)
+        self._caches.resize(instance, self._capacity)
+        self._hold(instance, 0)
 
     # -- callbacks of the instances
 
@@ -179,7 +188,7 @@ class FleetRun:
             prompt_tokens=prompt.tokens,
             output_tokens=max(1, prompt.output_tokens),
             hit_tokens=request.hit_tokens,
-            remote_tokens=0,
+            remote_tokens=request.remote_tokens,
             first_s=request.first_s,
             finished_s=now,
             engine_tokens=request.engine_tokens,

@@ -19,6 +19,7 @@ from typing import Final
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.routing.base import Fleet, RoutedRequest, Router, least
+from tokenlake_bench.routing.kv_router import KvRouter
 from tokenlake_bench.routing.outcome import Answered
 from tokenlake_bench.routing.preble import Preble
 
@@ -75,12 +76,14 @@ class CacheAware:
 @dataclass(frozen=True, slots=True)
 class System:
     """A compared system. `record_tokens`: number of tokens that the router of a `-real` system remembers per instance,
-    None: as many as the instance can keep."""
+    None: as many as the instance can keep. `view_age_s`: the router has a view of all caches so many seconds old, and
+    names sources (`named_source`); None: it names none."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
     record_tokens: int | None = TREE_TOKENS
+    view_age_s: float | None = None
 
 
 SYSTEMS: Final[dict[str, System]] = {
@@ -91,6 +94,9 @@ SYSTEMS: Final[dict[str, System]] = {
         ("preble", Preble, None),
     )
     for kind in ("perfect", "real")
+} | {
+    f"named-source-{age_s}s-real": System(f"named-source-{age_s}s-real", KvRouter, False, view_age_s=age_s)
+    for age_s in (0, 1, 10)
 }
 
 
