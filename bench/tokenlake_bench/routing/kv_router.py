@@ -6,8 +6,7 @@ ai-dynamo/kvcr, `docs/design_overview.md` (no directory). A prompt goes to the i
     cost = prompt tokens to compute, of the requests without a first token and of this one, less its cached prefix
            + different blocks of the requests under way, this one included
 
-(`overlap_score_weight` x prefill blocks + decode blocks, with the default weight of 1). Sources do not change this
-choice. After it, the instance that has the longest prefix, if that is longer than the chosen one's, is the source.
+(`prefill_load_scale` x the first + the second, with the default scale of 1). Sources do not change this choice. After it, the instance that has the longest prefix, if that is longer than the chosen one's, is the source.
 
 Left out: a lower weight for what lies in the host's memory (0.75 by default there), and blocks of answers, which the
 router counts as an option.
@@ -52,8 +51,9 @@ class KvRouter:
     """Dynamo's rule as a `Router`. It knows the caches by events and the load by the requests that it sent; of an
     answer it observes the first token, too."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, prefill_scale: float = 1.0) -> None:
         self._fleet = fleet
+        self._prefill_scale = prefill_scale
         self._loads = [_Load() for _ in range(fleet.instances)]
         self._sent: dict[int, _Sent] = {}
         self.sources: dict[int, Source] = {}
@@ -68,7 +68,7 @@ class KvRouter:
         for load, depth in zip(self._loads, depths, strict=True):
             prefill = (load.prefill + request.tokens - depth * fleet.segment_tokens) / fleet.segment_tokens
             new = sum(segment not in load.users for segment in chain)
-            costs.append(prefill + len(load.users) + load.tails + new + tail)
+            costs.append(self._prefill_scale * prefill + len(load.users) + load.tails + new + tail)
         chosen = least(costs, range(fleet.instances), fleet.rng)
         deepest = max(depths)
         if deepest > depths[chosen]:

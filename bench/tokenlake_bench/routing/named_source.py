@@ -64,10 +64,10 @@ class NamedSourceRun(AheadRun):
         self._age_s = system.view_age_s or 0.0
         self._view = TrackedCaches([0] * instances)
         self._caches = ReportedCaches([self._capacity] * instances, self._report)
-        self._kv = KvRouter(
-            Fleet(instances, self._capacity, self._segment, self._engine, self._view, random.Random(options.seed))
-        )
-        self._router = self._kv
+        rng = random.Random(options.seed)
+        router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, self._view, rng))
+        assert isinstance(router, KvRouter), "the rule that names sources"
+        self._router = self._kv = router
         gpu, gpus = self._engine.gpu, self._engine.gpus
         self._network = Network(Link(bandwidth=gpus * gpu.network_rate * gpu.network_efficiency), instances)
         self._pulled: dict[int, tuple[int, int]] = {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tokenlake.errors import ConfigurationError
@@ -95,8 +96,10 @@ SYSTEMS: Final[dict[str, System]] = {
     )
     for kind in ("perfect", "real")
 } | {
-    f"named-source-{age_s}s-real": System(f"named-source-{age_s}s-real", KvRouter, False, view_age_s=age_s)
-    for age_s in (0, 1, 10)
+    f"named-source-{name}-real": System(
+        f"named-source-{name}-real", partial(KvRouter, prefill_scale=scale), False, view_age_s=age_s
+    )
+    for name, age_s, scale in (("0s", 0, 1.0), ("1s", 1, 1.0), ("10s", 10, 1.0), ("1s-scale10", 1, 10.0))
 }
 
 
