@@ -6,7 +6,8 @@ ai-dynamo/kvcr, `docs/design_overview.md` (no directory). A prompt goes to the i
     cost = prompt tokens to compute, of the requests without a first token and of this one, less its cached prefix
            + different blocks of the requests under way, this one included
 
-(`prefill_load_scale` x the first + the second, with the default scale of 1). Sources do not change this choice. After it, the instance that has the longest prefix, if that is longer than the chosen one's, is the source.
+The first line is multiplied by `prefill_load_scale`, 1 by default. Sources do not change this choice. After it, the
+instance with the longest prefix is the source, if that prefix is longer than the chosen instance's.
 
 Left out: a lower weight for what lies in the host's memory (0.75 by default there), and blocks of answers, which the
 router counts as an option.
