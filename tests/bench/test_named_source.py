@@ -67,7 +67,7 @@ PREFIX = tuple(range(40))
 BYTES = len(PREFIX) * SEGMENT * ENGINE.model.cache_bytes
 
 
-def run_of(age_s: int, engine_cache: bool, later: float = 20.0) -> FleetRun:
+def run_of(system: str, engine_cache: bool, later: float = 20.0) -> FleetRun:
     """Two instances. A prompt is computed at once, and the same prefix comes `later`, when a much longer prompt came to
     the instance that has it: the other instance is chosen."""
     prompts = [
@@ -81,12 +81,12 @@ def run_of(age_s: int, engine_cache: bool, later: float = 20.0) -> FleetRun:
         engine=ENGINE,
         engine_cache_tokens=300 * SEGMENT if engine_cache else None,
     )
-    return prepared(Accesses(SEGMENT, prompts), SYSTEMS[f"named-source-{age_s}s-real"], options)
+    return prepared(Accesses(SEGMENT, prompts), SYSTEMS[system], options)
 
 
 @pytest.mark.parametrize("engine_cache", [False, True])
 def test_a_prefix_is_pulled_from_the_named_source(engine_cache: bool) -> None:
-    run = run_of(1, engine_cache)
+    run = run_of("named-source-1s-real", engine_cache)
     row = run.run(lambda done: None)
     *_, last = sorted(run.answers, key=lambda answer: answer.at_s)
     assert last.hit_tokens == last.remote_tokens == len(PREFIX) * SEGMENT
@@ -98,9 +98,15 @@ def test_a_prefix_is_pulled_from_the_named_source(engine_cache: bool) -> None:
     assert row.duplication > 1.0, "the instance keeps what it pulled"
 
 
+def test_a_router_alone_moves_nothing() -> None:
+    run = run_of("kv-router-1s-real", engine_cache=True)
+    assert run.run(lambda done: None).bytes_moved == 0
+    assert max(run.answers, key=lambda answer: answer.at_s).hit_tokens == 0
+
+
 @pytest.mark.parametrize("engine_cache", [False, True])
 def test_a_view_that_is_too_old_names_no_source(engine_cache: bool) -> None:
-    run = run_of(10, engine_cache, later=9.0)
+    run = run_of("named-source-10s-real", engine_cache, later=9.0)
     row = run.run(lambda done: None)
     assert row.bytes_moved == 0
     assert [answer.remote_tokens for answer in run.answers] == [0, 0, 0]
@@ -111,7 +117,7 @@ def test_a_view_that_is_too_old_names_no_source(engine_cache: bool) -> None:
 def test_what_a_restart_took_is_a_miss_while_the_view_is_stale(
     engine_cache: bool, restart_s: float, believed: int
 ) -> None:
-    run = run_of(1, engine_cache)
+    run = run_of("named-source-1s-real", engine_cache)
     assert isinstance(run, NamedSourceRun)
     seen: list[int] = []
     for instance in range(2):

@@ -68,8 +68,7 @@ class NamedSourceRun(AheadRun):
         router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, self._view, rng))
         assert isinstance(router, KvRouter), "the rule that names sources"
         self._router = self._kv = router
-        gpu, gpus = self._engine.gpu, self._engine.gpus
-        self._network = Network(Link(bandwidth=gpus * gpu.network_rate * gpu.network_efficiency), instances)
+        self._network = Network(Link(bandwidth=self._engine.network_rate(nvlink=False)), instances)
         self._pulled: dict[int, tuple[int, int]] = {}
         """By number of each request that pulled and has not begun: (its own depth, that of the source)."""
 
@@ -81,7 +80,8 @@ class NamedSourceRun(AheadRun):
         self._view.withdraw(evicted, instance)
 
     def _read(self, instance: int, job: Job) -> None:
-        source = self._kv.sources.pop(job.number, Source(instance, 0))
+        nothing = Source(instance, 0)
+        source = self._kv.sources.pop(job.number, nothing) if self._system.pulls else nothing
         chain = self._requests[job.number].routed.chain
         own = self._depth(instance, chain)
         there = self._caches.match(chain[: source.depth], source.instance)

@@ -78,13 +78,14 @@ class CacheAware:
 class System:
     """A compared system. `record_tokens`: number of tokens that the router of a `-real` system remembers per instance,
     None: as many as the instance can keep. `view_age_s`: the router has a view of all caches so many seconds old, and
-    names sources (`named_source`); None: it names none."""
+    names sources (`named_source`); None: it names none. `pulls`: instances pull from these sources."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
     record_tokens: int | None = TREE_TOKENS
     view_age_s: float | None = None
+    pulls: bool = False
 
 
 SYSTEMS: Final[dict[str, System]] = {
@@ -96,10 +97,14 @@ SYSTEMS: Final[dict[str, System]] = {
     )
     for kind in ("perfect", "real")
 } | {
-    f"named-source-{name}-real": System(
-        f"named-source-{name}-real", partial(KvRouter, prefill_scale=scale), False, view_age_s=age_s
+    f"{name}-real": System(f"{name}-real", partial(KvRouter, prefill_scale=scale), False, view_age_s=age_s, pulls=pulls)
+    for name, age_s, scale, pulls in (
+        ("kv-router-1s", 1, 1.0, False),
+        ("named-source-0s", 0, 1.0, True),
+        ("named-source-1s", 1, 1.0, True),
+        ("named-source-10s", 10, 1.0, True),
+        ("named-source-1s-scale10", 1, 10.0, True),
     )
-    for name, age_s, scale in (("0s", 0, 1.0), ("1s", 1, 1.0), ("10s", 10, 1.0), ("1s-scale10", 1, 10.0))
 }
 
 
