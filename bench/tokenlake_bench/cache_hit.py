@@ -55,7 +55,7 @@ class CacheHitArguments:
     copies together, None for the trace's own. `tensor_parallel`: number of GPUs of an instance, None for the fewest
     that the model needs. `chunk_tokens`: number of tokens that a forward pass computes at most.
     `balance_threshold`: the cache-aware router sends a request to the shortest queue where the queues differ by
-    more requests. `nvlink`: the nodes of the pool are connected by NVLink in place of their network adapters.
+    more requests. `nvlink`: instances are connected by NVLink in place of their network adapters.
     `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
     requests in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time.
     `goodput`: search the highest rate within the objective, in place of the comparison. `pools`: None for `pool`,
@@ -160,6 +160,7 @@ class CacheHitArguments:
             engine_cache_tokens=self.engine_cache_tokens,
             chunk_tokens=self.chunk_tokens or CHUNK_TOKENS,
             cache_aware=settings,
+            nvlink=self.nvlink,
             seed=self.seed,
         )
 

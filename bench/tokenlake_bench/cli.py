@@ -87,6 +87,24 @@ def cache_hit(**arguments: Any) -> None:
         sys.exit(130)
 
 
+@bench.command("paper")
+@_option("--workload", default="loogle", help="loogle, scbench or sharegpt.")
+@_option("--fleet", default="paper", help="paper: 7B on 8 A100 with NVLink; today: 70B on 16 H100 with 400 Gb/s each.")
+@_option("--systems", default="all", help="Systems by name; the first one's time to the first token is the others'.")
+@_option("--requests", default=1000, help="Requests of a simulation.")
+@_option("--capacity-tokens", type=int, help="Of all instances. [default: what fits beside the weights]")
+@_option("--rate", type=float, help="Simulate only at this rate, without a search.")
+@_seed
+@_json
+def paper(**arguments: Any) -> None:
+    """Simulate the systems of the TokenLake paper beside this pool: goodput, throughput, hits and spread of the load.
+
+    Ctrl-C prints and writes the results so far.
+    """
+    if not _run("paper.command", "paper", arguments):
+        sys.exit(130)
+
+
 @bench.command("eviction")
 @_option("--trace", "traces", type=_FILE, multiple=True, help="A trace in either format; repeatable.")
 @_option("--capacity-tokens", help="Capacities of the whole pool: 1000000,3000000. [default: three, by format]")

@@ -31,6 +31,7 @@ from tokenlake_bench.routing import (
 from tokenlake_bench.routing.base import SGLANG, CacheAwareSettings, Fleet, RoutedRequest, least
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.preble import Preble
+from tokenlake_bench.routing.split import SplitRun
 from tokenlake_bench.routing.systems import CacheAware, RoundRobin
 
 ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
@@ -328,7 +329,7 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert 0 < row.tpot_p50_ms <= row.tpot_p99_ms
     assert 0 <= row.remote_share < 1
     assert 0 < row.busy_share <= 1
-    if SYSTEMS[name].view_age_s is None:
+    if SYSTEMS[name].split is None and not SYSTEMS[name].pulls:
         assert (row.load_cv, row.bytes_moved) == (None, 0), "private caches send nothing"
     # Routers have no disks.
     absent = {"disk_written_bytes_per_day", "disk_written_share", "long_prompts"}
@@ -352,6 +353,46 @@ def test_busy_time_is_that_of_the_steps() -> None:
     assert row.busy_cv == pytest.approx(0.0, abs=1e-9)
 
 
+# -- prefill and decode apart
+
+
+@pytest.mark.parametrize(("instances", "one", "three"), [(2, 1, 1), (4, 1, 3), (5, 1, 4), (8, 2, 6)])
+def test_instances_are_split_in_proportion(instances: int, one: int, three: int) -> None:
+    assert SYSTEMS["pd-1p3d-real"].routed(instances) == one
+    assert SYSTEMS["pd-3p1d-real"].routed(instances) == three
+    assert SYSTEMS["cache-aware-real"].routed(instances) == instances
+
+
+@pytest.mark.parametrize("nvlink", [False, True])
+def test_the_whole_cache_is_handed_over(nvlink: bool) -> None:
+    """The second prompt is cached at its prefill instance, and its whole cache is sent all the same. Over a network
+    adapter that takes longer than the prefill."""
+    prompts = [Prompt(8 * SEGMENT + 10, tuple(range(8)), at_s, 11) for at_s in (0.0, 50.0)]
+    run = SplitRun(Accesses(SEGMENT, prompts), SYSTEMS["pd-1p3d-real"], options(segments=40, nvlink=nvlink))
+    row = run.run(lambda done: None)
+    first, second = run.answers
+    assert (first.hit_tokens, second.hit_tokens) == (0, 8 * SEGMENT)
+    assert first.ttft_s > 5 * second.ttft_s
+    assert second.ttft_s == pytest.approx(ENGINE.prefill_s(10, 8 * SEGMENT))
+    nbytes = prompts[0].tokens * ENGINE.model.cache_bytes
+    assert row.bytes_moved == 2 * nbytes
+    there_s = max(second.ttft_s, nbytes / ENGINE.network_rate(nvlink=nvlink) + 50e-6)
+    token_s = ENGINE.decode_s(1, prompts[0].tokens + 6)
+    assert second.finished_s - second.at_s == pytest.approx(there_s + 10 * token_s, rel=0.01)
+
+
+def test_a_prefill_waits_for_room_at_its_decode_instance() -> None:
+    """Two instances of 20 segments: of three prompts of 9 segments at once, two fit into the decode instance. The third
+    waits for its first token, not between its tokens."""
+    prompts = [Prompt(9 * SEGMENT, tuple(range(9 * n, 9 * n + 9)), 0.0, 200) for n in range(3)]
+    run = SplitRun(Accesses(SEGMENT, prompts), SYSTEMS["pd-1p3d-real"], options(instances=2))
+    run.run(lambda done: None)
+    first, *_, third = sorted(run.answers, key=lambda answer: answer.first_s)
+    assert third.first_s > first.finished_s
+    alone_s = ENGINE.decode_s(1, 10 * SEGMENT)
+    assert all(answer.tpot_s < 2 * alone_s for answer in run.answers)
+
+
 def test_names_and_arguments_without_meaning_are_named() -> None:
     assert systems_named("all") == list(SYSTEMS.values())
     assert [system.name for system in systems_named("cache-aware-real,round-robin-real")] == [
@@ -364,6 +405,11 @@ def test_names_and_arguments_without_meaning_are_named() -> None:
         ("nodes", lambda: run_system(accesses, system, dataclasses.replace(options(), instances=0))),
         ("requests", lambda: run_system(Accesses(SEGMENT, []), system, options())),
         ("capacity_tokens", lambda: run_system(accesses, system, options(segments=0))),
+        ("nodes", lambda: run_system(accesses, SYSTEMS["pd-1p3d-real"], options(instances=1))),
+        (
+            "engine_cache_tokens",
+            lambda: run_system(accesses, SYSTEMS["pd-1p3d-real"], options(engine_cache_tokens=1024)),
+        ),
         ("rate", lambda: at_rate(accesses, 0.0)),
         ("rate", lambda: at_rate(workload(3, 0.0), 1.0)),
     ]

@@ -27,6 +27,7 @@ ITEM_5 = {
     "busy_share",
     "busy_cv",
     "duplication",
+    "ttft_mean_ms",
     "ttft_p50_ms",
     "ttft_p99_ms",
     "tpot_p50_ms",

@@ -53,6 +53,12 @@ class EngineModel:
             gpus *= 2
         return cls(model, gpu, gpus)
 
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens whose cache fits into the memory of the instance's GPUs beside the weights."""
+        weights = self.model.stored_parameters * self.model.weight_bytes
+        return int((self.gpus * self.gpu.memory_bytes * (1 - RESERVED) - weights) / self._cache_bytes)
+
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         """Seconds of one forward pass over `chunks`, which are parts of prompts, and in the same batch over one token
         of each of `decoding` requests, which attend to `context` cached tokens in sum.

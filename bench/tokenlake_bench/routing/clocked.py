@@ -10,7 +10,7 @@ from tokenlake_testing.clock import Clock
 
 
 class ClockedInstance:
-    """An `Instance` that a simulated clock drives. The callbacks `begin`, `first` and `ran` are those of `Instance`;
+    """An `Instance` that a simulated clock drives. The callbacks but `finished` are those of `Instance`;
     `finished(job, now)` is called at the last token of a job."""
 
     def __init__(
@@ -19,13 +19,14 @@ class ClockedInstance:
         engine: Steps,
         options: InstanceOptions,
         *,
+        admits: Callable[[Job], bool] = lambda job: True,
         begin: Callable[[Job, float], None],
         first: Callable[[Job, float], None],
         finished: Callable[[Job, float], None],
         ran: Callable[[float, float], None],
     ) -> None:
         self._clock = clock
-        self._instance = Instance(engine, options, begin=begin, first=first, ran=ran)
+        self._instance = Instance(engine, options, admits=admits, begin=begin, first=first, ran=ran)
         self._finished = finished
         self._armed = math.inf
         """Time for which the clock has a valid call of `advance`. Other calls that were scheduled before have no
@@ -34,6 +35,11 @@ class ClockedInstance:
     def submit(self, job: Job) -> None:
         """Add a job now."""
         self._instance.submit(job, self._clock.now)
+        self._arm()
+
+    def resume(self) -> None:
+        """Let a waiting job begin that `admits` refused before."""
+        self._instance.resume(self._clock.now)
         self._arm()
 
     def _arm(self) -> None:

@@ -15,7 +15,7 @@ from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.base import SGLANG, CacheAwareSettings, Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
-from tokenlake_bench.routing.instance import CHUNK_TOKENS, InstanceOptions, Job
+from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS, InstanceOptions, Job, Steps
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.routing.systems import System
@@ -28,17 +28,23 @@ _PROGRESS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all instances
-    together, split evenly. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, and its part of
-    `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None: `capacity_tokens` is all.
-    `cache_aware`: settings of the cache-aware router."""
+    """Options of a simulation that are equal for every compared system. `capacity_tokens`: KV cache of all
+    instances together, split evenly. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, and
+    its part of `capacity_tokens` is the memory of its node, to which it offloads (`offload`); None:
+    `capacity_tokens` is all. `chunk_tokens` and `batch` are those of each instance (`InstanceOptions`).
+    `cache_aware`: settings of the cache-aware router. `nvlink`: instances are connected by NVLink in place of their
+    network adapters. `reference`: the engine whose times are those of a request alone in the objective; None:
+    `engine`."""
 
     instances: int
     capacity_tokens: int
     engine: EngineModel
     engine_cache_tokens: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
+    batch: int = BATCH
     cache_aware: CacheAwareSettings = SGLANG
+    nvlink: bool = False
+    reference: EngineModel | None = None
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
@@ -101,28 +107,30 @@ class FleetRun:
         self._options = options
         self._engine = options.engine
         instances, self._capacity = options.instances, options.capacity(self._segment)
-        self._caches = TrackedCaches([self._capacity] * instances)
+        routed = system.routed(instances)
+        self._caches = TrackedCaches([self._capacity] * routed)
         reach = max(self._capacity, (options.engine_cache_tokens or 0) // self._segment)
         record = (system.record_tokens or reach * self._segment) // self._segment
-        knowledge = self._caches if system.perfect else OwnRecord(instances, record)
+        knowledge = self._caches if system.perfect else OwnRecord(routed, record)
         rng = random.Random(options.seed)
         self._router = system.router(
-            Fleet(instances, reach, self._segment, self._engine, knowledge, rng, options.cache_aware)
+            Fleet(routed, reach, self._segment, self._engine, knowledge, rng, options.cache_aware)
         )
         # In the systems whose names end in `-perfect` the memory for requests under way is unlimited and is not taken
         # from the caches.
         memory = None if system.perfect else options.engine_cache_tokens or self._capacity * self._segment
-        limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory, segment_tokens=self._segment)
+        limits = InstanceOptions(options.chunk_tokens, options.batch, memory, self._segment)
         self._clock = Clock()
         self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
         self._sent, self._busy = SendLog(instances), BusyLog(instances)
         self._instances = [
             ClockedInstance(
                 self._clock,
-                self._engine,
+                self._steps(i),
                 limits,
+                admits=partial(self._admits, i),
                 begin=partial(self._begin, i),
-                first=self._first,
+                first=partial(self._first, i),
                 finished=partial(self._finish, i),
                 ran=partial(self._busy.add, i),
             )
@@ -144,7 +152,7 @@ class FleetRun:
             self.answers,
             self._sent,
             self._busy,
-            self._engine,
+            self._options.reference or self._engine,
             duplication=self._caches.copies_per_segment(),
             node_tokens=self._capacity * self._segment,
             closed_loop=self._turns.closed,
@@ -167,21 +175,33 @@ class FleetRun:
         self._caches.resize(instance, self._capacity)
         self._hold(instance, 0)
 
+    def _steps(self, instance: int) -> Steps:
+        """The durations of an instance's forward passes."""
+        return self._engine
+
     # -- callbacks of the instances
+
+    def _admits(self, instance: int, job: Job) -> bool:
+        """Whether a job may begin for which its instance has room."""
+        return True
 
     def _begin(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]
         self._find(instance, job, request)
         self._take_memory(instance, job, request)
 
-    def _first(self, job: Job, now: float) -> None:
+    def _first(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]
         request.first_s = now
-        self._keep(request.instance, job, request)
+        self._keep(instance, job, request)
 
     def _finish(self, instance: int, job: Job, now: float) -> None:
         request = self._requests[job.number]
         self._give_back_memory(instance, job, request)
+        self._answer(request, now)
+
+    def _answer(self, request: FleetRequest, now: float) -> None:
+        """Note the answer to a request, whose last token comes now."""
         prompt = request.prompt
         answer = Answered(
             at_s=request.at_s,
@@ -194,7 +214,7 @@ class FleetRun:
             engine_tokens=request.engine_tokens,
         )
         self.answers.append(answer)
-        self._router.finished(instance, answer)
+        self._router.finished(request.instance, answer)
         self._turns.answered(request.number)
 
     # -- caches and memory

@@ -67,6 +67,37 @@ class Job:
         return max(1, self.prompt - self.cached)
 
 
+class UnderWay:
+    """Memory of the prompts and answers of requests under way, of which the segments that several have count once."""
+
+    def __init__(self, segment_tokens: int) -> None:
+        self.tokens = 0
+        self._segment_tokens = segment_tokens
+        self._users: dict[int, int] = {}
+        """Number of requests under way that have each segment."""
+
+    def needs(self, job: Job) -> int:
+        """Number of tokens that the request would take now."""
+        shared = sum(1 for _ in itertools.takewhile(self._users.__contains__, job.chain))
+        return job.prompt + job.output - shared * self._segment_tokens
+
+    def begin(self, job: Job) -> None:
+        """Take the memory of a request."""
+        self.tokens += self.needs(job)
+        for segment in job.chain:
+            self._users[segment] = self._users.get(segment, 0) + 1
+
+    def end(self, job: Job) -> None:
+        """Give back the memory that no other request has."""
+        shared = 0
+        for segment in job.chain:
+            self._users[segment] -= 1
+            shared += bool(self._users[segment])
+            if not self._users[segment]:
+                del self._users[segment]
+        self.tokens -= job.prompt + job.output - shared * self._segment_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceOptions:
     """Limits of a simulated instance. `memory_tokens`: bound on the tokens of prompts and answers under way, of which
@@ -87,21 +118,24 @@ class InstanceOptions:
 
 
 class Instance:
-    """The queue and the batch of one simulated engine instance. `begin(job, now)` is called when a job's prefill
-    begins, `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all
-    are called within `advance`, in time order."""
+    """The queue and the batch of one simulated engine instance. `admits(job)` returns whether a job, for which the
+    instance has room, may begin now; it then begins. `begin(job, now)` is called when a job's prefill begins,
+    `first(job, now)` at its first token, `ran(from_s, to_s)` at the end of each event of one or more steps; all are
+    called within `advance`, `submit` or `resume`, in time order."""
 
     def __init__(
         self,
         engine: Steps,
         options: InstanceOptions,
         *,
+        admits: Callable[[Job], bool] = lambda job: True,
         begin: Callable[[Job, float], None] = lambda job, now: None,
         first: Callable[[Job, float], None] = lambda job, now: None,
         ran: Callable[[float, float], None] = lambda from_s, to_s: None,
     ) -> None:
         self._engine = engine
         self._options = options
+        self._admits = admits
         self._begin = begin
         self._first = first
         self._ran = ran
@@ -115,11 +149,7 @@ class Instance:
         """Number of decode steps since the beginning."""
         self._context = 0
         """Number of tokens of context that the decoding requests together attend to in the next step."""
-        self._under_way = 0
-        """Number of tokens of prompts and answers of all requests that began and are not finished, shared ones counted
-        once."""
-        self._users: dict[int, int] = {}
-        """Number of these requests that have each segment."""
+        self._under_way = UnderWay(options.segment_tokens)
         self._chunks: list[tuple[Job, int]] = []
         self._started_s = 0.0
         self._each_s = 0.0
@@ -135,6 +165,10 @@ class Instance:
     def submit(self, job: Job, now: float) -> None:
         """Add a request. `now` must not decrease, and `advance` must have been called for all events before it."""
         self._waiting.append(job)
+        self.resume(now)
+
+    def resume(self, now: float) -> None:
+        """Let a waiting request begin that `admits` refused before, after the step under way."""
         self._interrupt(now)
         if not self._taken:
             self._next_step(now)
@@ -213,15 +247,13 @@ class Instance:
         if not self._waiting or len(self._prefilling) + len(self._decoding) >= options.batch:
             return None
         job = self._waiting[0]
-        shared = sum(1 for _ in itertools.takewhile(self._users.__contains__, job.chain))
-        needs = job.prompt + job.output - shared * options.segment_tokens
-        full = options.memory_tokens is not None and self._under_way + needs > options.memory_tokens
-        if full and self._under_way:
+        taken, limit = self._under_way.tokens, options.memory_tokens
+        if taken and limit is not None and taken + self._under_way.needs(job) > limit:
+            return None
+        if not self._admits(job):
             return None
         self._waiting.popleft()
-        self._under_way += needs
-        for segment in job.chain:
-            self._users[segment] = self._users.get(segment, 0) + 1
+        self._under_way.begin(job)
         job.began_s = now
         self._begin(job, now)
         self._prefilling.append(job)
@@ -236,12 +268,6 @@ class Instance:
         self._context += job.prompt + job.output - steps
 
     def _finish(self, job: Job, now: float, finished: list[Job]) -> None:
-        shared = 0
-        for segment in job.chain:
-            self._users[segment] -= 1
-            shared += bool(self._users[segment])
-            if not self._users[segment]:
-                del self._users[segment]
-        self._under_way -= job.prompt + job.output - shared * self._options.segment_tokens
+        self._under_way.end(job)
         job.finished_s = now
         finished.append(job)

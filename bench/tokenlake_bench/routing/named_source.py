@@ -68,7 +68,7 @@ class NamedSourceRun(AheadRun):
         router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, self._view, rng))
         assert isinstance(router, KvRouter), "the rule that names sources"
         self._router = self._kv = router
-        self._network = Network(Link(bandwidth=self._engine.network_rate(nvlink=False)), instances)
+        self._network = Network(Link(bandwidth=self._engine.network_rate(nvlink=options.nvlink)), instances)
         self._pulled: dict[int, tuple[int, int]] = {}
         """By number of each request that pulled and has not begun: (its own depth, that of the source)."""
 

@@ -77,6 +77,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     busy_share: float
     busy_cv: float
     duplication: float
+    ttft_mean_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
     tpot_p50_ms: float
@@ -128,6 +129,7 @@ def row_of(
         busy_share=busy.total_s / busy.instances / (finished_s - min(arrivals)),
         busy_cv=spread(busy.table()).cv or 0.0,
         duplication=duplication,
+        ttft_mean_ms=1e3 * sum(ttft) / len(ttft),
         ttft_p50_ms=_quantile_ms(ttft, 0.5),
         ttft_p99_ms=_quantile_ms(ttft, 0.99),
         tpot_p50_ms=_quantile_ms(tpot, 0.5),

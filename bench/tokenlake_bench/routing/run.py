@@ -10,6 +10,7 @@ from tokenlake_bench.routing.fleet_run import FleetOptions, FleetRun
 from tokenlake_bench.routing.named_source import NamedSourceOffloadRun, NamedSourceRun
 from tokenlake_bench.routing.offload import OffloadRun
 from tokenlake_bench.routing.outcome import SystemRow
+from tokenlake_bench.routing.split import SplitRun
 from tokenlake_bench.routing.systems import System
 
 
@@ -31,6 +32,10 @@ def run_system(
 def prepared(accesses: Accesses, system: System, options: FleetOptions) -> FleetRun:
     """A run of `system` that has not begun. Raises ConfigurationError."""
     offload = options.engine_cache_tokens is not None
+    if system.split is not None and offload:
+        raise ConfigurationError("engine_cache_tokens", options.engine_cache_tokens, f"absent with {system.name}")
+    if system.split is not None:
+        return SplitRun(accesses, system, options)
     if system.view_age_s is not None:
         return (NamedSourceOffloadRun if offload else NamedSourceRun)(accesses, system, options)
     return (OffloadRun if offload else FleetRun)(accesses, system, options)

@@ -77,23 +77,37 @@ class CacheAware:
 @dataclass(frozen=True, slots=True)
 class System:
     """A compared system. `record_tokens`: number of tokens that the router of a `-real` system remembers per instance,
-    None: as many as the instance can keep. `view_age_s`: the router has a view of all caches so many seconds old, and
-    names sources (`named_source`); None: it names none. `pulls`: instances pull from these sources."""
+    None: as many as the instance can keep. `split`: the proportion of prefill instances to decode instances (`split`);
+    None: each instance does both. `view_age_s`: the router has a view of all caches so many seconds old, and names
+    sources (`named_source`); None: it names none. `pulls`: instances pull from these sources."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
     record_tokens: int | None = TREE_TOKENS
+    split: tuple[int, int] | None = None
     view_age_s: float | None = None
     pulls: bool = False
 
+    def routed(self, instances: int) -> int:
+        """Number of instances, the first of all, among which the router chooses: those that compute prompts. With
+        `split` they are about its part of all, at least one of either kind. Raises ConfigurationError where one
+        instance would be split."""
+        if self.split is None:
+            return instances
+        if instances < 2:
+            raise ConfigurationError("nodes", instances, f"at least 2 with {self.name}")
+        return min(max(1, round(instances * self.split[0] / sum(self.split))), instances - 1)
+
 
 SYSTEMS: Final[dict[str, System]] = {
-    f"{name}-{kind}": System(f"{name}-{kind}", router, kind == "perfect", record_tokens)
-    for name, router, record_tokens in (
-        ("round-robin", RoundRobin, TREE_TOKENS),
-        ("cache-aware", CacheAware, TREE_TOKENS),
-        ("preble", Preble, None),
+    f"{name}-{kind}": System(f"{name}-{kind}", router, kind == "perfect", record_tokens, split)
+    for name, router, record_tokens, split in (
+        ("round-robin", RoundRobin, TREE_TOKENS, None),
+        ("cache-aware", CacheAware, TREE_TOKENS, None),
+        ("preble", Preble, None, None),
+        ("pd-1p3d", CacheAware, TREE_TOKENS, (1, 3)),
+        ("pd-3p1d", CacheAware, TREE_TOKENS, (3, 1)),
     )
     for kind in ("perfect", "real")
 } | {

@@ -1,0 +1,1 @@
+"""`tokenlake bench paper`: the systems of the TokenLake paper (arXiv 2508.17219) beside this pool, by simulation."""
