@@ -75,6 +75,7 @@ def bench() -> None:
 @_option("--open-loop", is_flag=True, help="simulate: requests of sessions arrive at their recorded times.")
 @_option("--goodput", is_flag=True, help="simulate: search the highest rate with 90 % of the requests in objective.")
 @_option("--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]")
+@_option("--restart-every", type=float, help="simulate: every so many seconds, the next engine restarts.")
 @_option("--swarm", type=int, help="simulate: every 20 s, add so many requests that share a prefix of 16,384 tokens.")
 @_json
 def cache_hit(**arguments: Any) -> None:

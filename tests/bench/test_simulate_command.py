@@ -213,6 +213,7 @@ def test_options_of_engines_and_router_reach_pool_and_routers() -> None:
         ("simulate", ["--pools", "pond"], "setting 'pools' is 'pond'"),
         ("simulate", ["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),
         ("simulate", ["--rate", "0"], "setting 'rate' is 0.0"),
+        ("simulate", ["--restart-every", "0"], "setting 'restart_every' is 0.0"),
         ("simulate", ["--rate", "nan"], "setting 'rate' is nan"),
         ("simulate", ["--copies", "0"], "setting 'copies' is 0"),
         ("simulate", ["--nodes", "0"], "setting 'nodes' is 0"),

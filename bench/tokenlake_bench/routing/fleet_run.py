@@ -34,7 +34,8 @@ class FleetOptions:
     `capacity_tokens` is all. `chunk_tokens` and `batch` are those of each instance (`InstanceOptions`).
     `cache_aware`: settings of the cache-aware router. `nvlink`: instances are connected by NVLink in place of their
     network adapters. `reference`: the engine whose times are those of a request alone in the objective; None:
-    `engine`."""
+    `engine`. `restart_every_s`: seconds from the restart of one instance to that of the next, in turn; None: none
+    restarts."""
 
     instances: int
     capacity_tokens: int
@@ -45,6 +46,7 @@ class FleetOptions:
     cache_aware: CacheAwareSettings = SGLANG
     nvlink: bool = False
     reference: EngineModel | None = None
+    restart_every_s: float | None = None
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
@@ -145,6 +147,8 @@ class FleetRun:
     def run(self, progress: Callable[[int], None]) -> SystemRow:
         """Simulate until the last token of the last request, and return the row of the system."""
         self._progress = progress
+        if self._options.restart_every_s is not None:
+            self._clock.after(self._options.restart_every_s, self._restart_next, 0, self._options.restart_every_s)
         self._turns.start()
         self._clock.run_until(math.inf)
         progress(len(self._requests))
@@ -167,6 +171,11 @@ class FleetRun:
         self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens), prompt.chain))
         if index % _PROGRESS == 0:
             self._progress(index)
+
+    def _restart_next(self, instance: int, every_s: float) -> None:
+        if len(self.answers) < len(self._accesses.prompts):
+            self.restart(instance)
+            self._clock.after(every_s, self._restart_next, (instance + 1) % self._options.instances, every_s)
 
     def restart(self, instance: int) -> None:
         """Restart the engine of an instance, which then finds nothing that was cached there. Requests under way go
