@@ -87,7 +87,7 @@ def test_starts_equal_a_count_segment_by_segment(
     assert {name: (start.prefill.new, start.moved) for name, start in starts.items()} == expected
     cached = {name: start.prefill.prefix for name, start in starts.items()}
     assert {name: start.cost for name, start in starts.items()} == {
-        name: queued[name] + new + moved + max(cached.values()) - cached[name]
+        name: pytest.approx(queued[name] + new + made.copy_price * (moved + max(cached.values()) - cached[name]))
         for name, (new, moved) in expected.items()
     }
     least = min(start.cost for start in starts.values())
@@ -134,6 +134,29 @@ def test_a_request_waits_for_another_one() -> None:
     idle = made.where(second, {})
     assert idle.instance != start.instance
     assert (idle.prefill.new, idle.repeated) == (second.tokens, 8 * TOKENS)
+
+
+def test_a_copy_costs_more_under_load() -> None:
+    """With half of the instances busy a copy costs twice its tokens, and with all of them as much as it may."""
+    made, asked = router(), request("abcd")
+    owners = everything([asked], C)
+    (idle,) = made.starts(asked, owners, ["i0"])
+    assert idle.cost == idle.prefill.new + 4 * TOKENS
+
+    def keep_busy(instances: Collection[str]) -> None:
+        for instance in instances:
+            made.sent(named(request("x"), instance), made.starts(request("x"), {}, [instance])[0])
+        for number in range(1_000):
+            answered = named(request("y"), str(number))
+            made.sent(answered, made.starts(answered, {}, ["i2"])[0])
+            made.finished(answered.name)
+
+    keep_busy(["i1", "i3"])
+    assert made.copy_price == pytest.approx(2, rel=0.01)
+    (busy,) = made.starts(asked, owners, ["i0"])
+    assert busy.cost == pytest.approx(busy.prefill.new + 2 * 4 * TOKENS, rel=0.01)
+    keep_busy(INSTANCES)
+    assert made.copy_price == 10
 
 
 def test_measured_costs_are_seconds_of_prefill_and_transfer() -> None:

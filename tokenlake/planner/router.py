@@ -15,9 +15,12 @@ number of its tokens until it ends. Without it the queue of an instance whose pr
 all requests with a common prefix go there, until no further request fits into its batch.
 
 Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. A second copy of a token
-costs as much as computing it, beside the time that bringing it or computing it again takes: it takes the slot of
-another segment, which is computed again when it is read. Without that cost, waiting for a prefix in flight and
-computing it at an idle instance would cost the same, and most requests behind a new prefix would compute it again.
+costs `Router.copy_price` times as much as computing it, beside the time that bringing it or computing it again takes:
+it takes the slot of another segment, which is computed again when it is read. Without that cost, waiting for a prefix
+in flight and computing it at an idle instance would cost the same, and most requests behind a new prefix would compute
+it again. The price grows with the load, because work that an instance does again delays all requests behind it: at a
+fixed price, a fleet whose memory is full of long prompts moves them when queues grow, evicts others for them, computes
+those again, and never recovers.
 
 A token that is brought costs `LEVEL_PRICE` more for each level between the two nodes (`tokenlake.location`). Among
 equally loaded instances the request therefore goes to one that is near its prefix.
@@ -37,8 +40,10 @@ from tokenlake.location import NOWHERE, Location, levels
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
 
-COPY_PRICE = 1.0
-"""Cost of a second copy of some tokens' cache, as a multiple of the cost of computing these tokens."""
+MAX_COPY_PRICE = 10.0
+"""Limit of `Router.copy_price`, which grows without bound as all instances become busy."""
+BUSY_WEIGHT = 0.01
+"""Weight of the newest request in the share of busy instances."""
 
 LEVEL_PRICE = 0.1
 """Cost of bringing some tokens' cache from a node that is one level away, as a multiple of the cost of computing these
@@ -109,6 +114,9 @@ class Router:
         """Number of the requests under way at each instance."""
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
         """Prefills of the requests at each instance that have no first token yet, by name of the request."""
+        self._busy = 0.0
+        """Running mean over the requests sent: the share of the instances, 0 to 1, that had a prompt without a first
+        token."""
         self._flying: dict[SegmentKey, dict[str, int]] = {}
         """For each segment, the number of unfinished requests that contain it at each instance."""
 
@@ -246,6 +254,13 @@ class Router:
             return sum(fit.seconds(new, prefix) for new, prefix in prefills)
         return float(sum(new for new, _ in prefills))
 
+    @property
+    def copy_price(self) -> float:
+        """Cost of a second copy of some tokens' cache, as a multiple of the cost of computing these tokens: 1 while the
+        instances are idle, up to `MAX_COPY_PRICE`. With the utilisation u of a queue, a second of additional work takes
+        1 / (1 - u) seconds from the requests behind it."""
+        return min(MAX_COPY_PRICE, 1.0 / max(1e-9, 1.0 - self._busy))
+
     def moving(self, moved: float, repeated: float = 0.0, far: float = 0.0) -> float:
         """Returns the cost of bringing `moved` tokens of cache from other nodes, and of keeping second copies of these
         and of `repeated` tokens. `far`: the sum, over the tokens brought, of the levels between the two nodes."""
@@ -254,15 +269,17 @@ class Router:
             return 0.0
         fit = self.rates.prefill
         if not fit.known:
-            return COPY_PRICE * copied + LEVEL_PRICE * far
+            return self.copy_price * copied + LEVEL_PRICE * far
         transfer = self.rates.slowest_fetch_s(moved * self._token_bytes) if moved else 0.0
-        return transfer + COPY_PRICE * fit.seconds(copied, 0) + LEVEL_PRICE * (fit.seconds(far, 0) if far else 0.0)
+        return transfer + self.copy_price * fit.seconds(copied, 0) + LEVEL_PRICE * (fit.seconds(far, 0) if far else 0.0)
 
     # -- what passes through the router
 
     def sent(self, request: Request, start: Start) -> None:
         """Record that the request is sent to `start.instance`. An earlier request of this name counts as finished."""
         self.finished(request.name)
+        busy = sum(map(bool, self._queues.values())) / len(self._queues)
+        self._busy += BUSY_WEIGHT * (busy - self._busy)
         instance = start.instance
         keys = self._keys(request)
         self._under_way[request.name] = _UnderWay(instance, keys)
