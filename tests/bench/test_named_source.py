@@ -35,7 +35,7 @@ def router(*held: tuple[int, ...]) -> KvRouter:
 # -- the rule
 
 
-def test_the_least_cost_is_chosen_and_the_longest_prefix_is_the_source() -> None:
+def test_the_least_cost_and_the_longest_prefix() -> None:
     kv = router((1, 2, 3), (1, 2), ())
     # 1 + 4 blocks at instance 0, 2 + 4 at 1, 4 + 4 at 2.
     assert kv.choose(ask(0, 1, 2, 3, 4), 0.0) == 0
@@ -45,7 +45,7 @@ def test_the_least_cost_is_chosen_and_the_longest_prefix_is_the_source() -> None
     assert kv.sources == {1: Source(0, 3)}
 
 
-def test_tokens_count_until_the_first_one_and_blocks_until_the_last() -> None:
+def test_tokens_count_to_the_first_and_blocks_to_the_last() -> None:
     kv = router((), ())
     first = kv.choose(ask(0, 1, 2, beyond=1), 0.0)
     other = kv.choose(ask(1, 3, 4, 5, beyond=1), 0.0)
@@ -114,9 +114,7 @@ def test_a_view_that_is_too_old_names_no_source(engine_cache: bool) -> None:
 
 @pytest.mark.parametrize("engine_cache", [False, True])
 @pytest.mark.parametrize(("restart_s", "believed"), [(19.5, len(PREFIX)), (12.0, 0)])
-def test_what_a_restart_took_is_a_miss_while_the_view_is_stale(
-    engine_cache: bool, restart_s: float, believed: int
-) -> None:
+def test_a_stale_view_names_what_a_restart_took(engine_cache: bool, restart_s: float, believed: int) -> None:
     run = run_of("named-source-1s-real", engine_cache)
     assert isinstance(run, NamedSourceRun)
     seen: list[int] = []
