@@ -107,6 +107,19 @@ def test_an_instance_has_as_many_gpus_as_its_weights_need(model: str, gpu: str, 
     assert EngineModel.fitting(MODELS[model], GPUS[gpu]).gpus == gpus
 
 
+def test_the_cache_has_the_memory_beside_the_weights() -> None:
+    assert EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"]).cache_tokens == pytest.approx(427_000, abs=500)
+    wide = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"], 16)
+    free = 16 * 0.9 * 80e9 - wide.model.stored_parameters * 2
+    assert wide.cache_tokens == int(free / (2 * wide.model.cache_bytes)), "two GPUs hold each cache element"
+
+
+def test_instances_are_connected_by_all_their_links() -> None:
+    engine = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"], 4)
+    assert engine.network_rate() == 4 * 25e9 * 0.8
+    assert engine.network_rate(nvlink=True) == pytest.approx(4 * 300e9 * 0.7)
+
+
 A100, H100 = GPUS["a100-80g"], GPUS["h100"]
 
 

@@ -34,6 +34,7 @@ def in_place(options: FleetOptions, *prompts: Prompt) -> InPlaceRun:
     run.run(lambda done: None)
     assert len(run.answers) == len(prompts)
     assert (run._open, run._new, run._shipping) == ([0] * options.instances,) * 3
+    assert not any(run._prefills)
     assert run._under_way.tokens == run._held[0] == 0
     return run
 
@@ -86,7 +87,7 @@ def test_a_group_shares_a_prefill() -> None:
     own_s, all_s = ENGINE.decode_s(1, 0), ENGINE.decode_s(1, prompt.tokens + 50)
     holders = 3 * (1 - 0.75 ** (prompt.tokens / run._run_tokens))
     assert answer.tpot_s == pytest.approx(own_s + messages_s + (all_s - own_s) / (1 + holders), rel=0.05)
-    queries = 2 * ENGINE.model.layers * ENGINE.model.hidden * 2 * holders * (prompt.tokens + 101)
+    queries = 2 * ENGINE.model.layers * ENGINE.model.hidden * 2 * holders * 101
     put = prompt.tokens * ENGINE.model.cache_bytes * 3 // 4
     assert sum(run._sent.totals()) == pytest.approx(queries + put, abs=2)
 

@@ -11,16 +11,18 @@
 - A prefix lies in runs of `run_tokens`, the length over which a query is attended in the time in which it is sent and
   its output comes back; each run is hashed to an instance. So h of the n - 1 other instances hold parts of a prefix:
   (n - 1) (1 - (1 - 1 / n) ^ runs) on average. Hits count by segments.
-- The h + 1 instances attend together. While a of n instances compute, attention over cached segments takes a / n of the
-  time that one instance would take alone, and at least 1 / (h + 1).
+- A prompt's new tokens attend to each other where they are computed; to the cached prefix, and in each decode step to
+  the whole context, the h + 1 instances attend together. While a of n instances compute, attention over cached segments
+  takes a / n of the time that one instance would take alone, and at least 1 / (h + 1).
 - The queries of a step go to the h instances, and their outputs come back, beside that attention: the longer of both
   counts. Each layer waits for two messages of `LATENCY_S`. Requests whose segments are all hot ship nothing.
 - A request goes to the instance with the fewest prompt tokens to compute. While no request waits, instances without
   work take equal parts of the tokens of a step that computes prompts.
 
 The paper describes no rule in more detail. Its groups are chosen by dynamic programming over all batches, and its
-batches are of one phase; here a step mixes both as in the compared systems. The scheduler knows the pool exactly, and
-its own messages take no time: the model favours the paper's system where it is not exact.
+batches are of one phase; here a step mixes both as in the compared systems. The scheduler knows the pool exactly, its
+own messages take no time, and a group exchanges nothing for the attention among its new tokens: the model favours the
+paper's system where it is not exact.
 """
 
 from __future__ import annotations
@@ -89,6 +91,8 @@ class InPlaceRun(FleetRun):
         self._open = [0] * self._size
         self._shipping = [0] * self._size
         """By instance, number of its requests, and of those with a segment that is not hot."""
+        self._prefills: list[list[Job]] = [[] for _ in range(self._size)]
+        """By instance, the requests that have begun and have no first token, in this order."""
         self._ahead = [False] * self._size
         """By instance, whether it has a request that has not begun."""
         self._until_s = [0.0] * self._size
@@ -132,22 +136,24 @@ class InPlaceRun(FleetRun):
 
     def _begin(self, instance: int, job: Job, now: float) -> None:
         super()._begin(0, job, now)
+        self._prefills[instance].append(job)
         self._new[instance] -= job.cached
         self._ahead[instance] = False
         self._clock.after(0.0, self._dispatch)
 
     def _first(self, instance: int, job: Job, now: float) -> None:
         super()._first(0, job, now)
+        self._prefills[instance].remove(job)
         self._new[instance] -= job.prompt - job.cached
         put = job.new * self._engine.model.cache_bytes * (self._size - 1) // self._size
-        self._sent.add(now, instance, put + self._queries(job, job.new))
+        self._sent.add(now, instance, put + self._queries(job, job.new, job.cached))
 
     def _finish(self, instance: int, job: Job, now: float) -> None:
         self._open[instance] -= 1
         # A segment may have become hot or cold meanwhile; the number is an estimate.
         self._shipping[instance] = min(max(0, self._shipping[instance] - self._cold(job)), self._open[instance])
         self._under_way.end(job)
-        self._sent.add(now, instance, self._queries(job, job.output))
+        self._sent.add(now, instance, self._queries(job, job.output, job.prompt))
         super()._finish(0, job, now)
         self._dispatch()
 
@@ -182,7 +188,8 @@ class InPlaceRun(FleetRun):
         joining = [i for i in others if self._idle(i)] if chunks and not self._queue else []
         parts = 1 + len(joining)
         # A group splits the new tokens, and each part attends to as many pairs.
-        shared = [_part(chunk, parts) for chunk in chunks]
+        found = [job.cached for job in self._prefills[instance]]
+        shared = [_part(chunk, parts, cached) for chunk, cached in zip(chunks, found, strict=False)]
         own_s = engine.step_s([Chunk(new, own, last) for new, own, _, last in shared], decoding, 0)
         all_s = engine.step_s([Chunk(new, own + cached, last) for new, own, cached, last in shared], decoding, context)
         active = parts + sum(i not in joining and not self._idle(i) for i in others)
@@ -216,9 +223,8 @@ class InPlaceRun(FleetRun):
         rate = self._engine.network_rate(nvlink=self._options.nvlink)
         return both * nbytes / rate + 2 * self._engine.model.layers * LATENCY_S
 
-    def _queries(self, job: Job, tokens: int) -> int:
-        """Bytes of the queries and outputs of so many tokens of a request."""
-        context = len(job.chain) * self._segment
+    def _queries(self, job: Job, tokens: int, context: int) -> int:
+        """Bytes of the queries and outputs of so many tokens of a request, over so much context."""
         return round(self._cold(job) * tokens * self._holders(context) * self._token_bytes())
 
     def _token_bytes(self) -> int:
@@ -227,8 +233,8 @@ class InPlaceRun(FleetRun):
         return 2 * model.layers * model.heads * model.head_dim * CACHE_BYTES
 
 
-def _part(chunk: Chunk, parts: int) -> tuple[int, int, int, bool]:
-    """(new tokens, further new tokens to which they attend, cached tokens, whether it ends the prompt) of each of
-    several equal parts of a chunk."""
+def _part(chunk: Chunk, parts: int, found: int) -> tuple[int, int, int, bool]:
+    """(new tokens, further tokens of the prompt to which they attend where they are computed, tokens of the prefix that
+    was found in the pool, whether it ends the prompt) of each of several equal parts of a chunk."""
     new = -(-chunk.new // parts)
-    return new, (chunk.new - new) // 2, chunk.cached, chunk.last
+    return new, (chunk.new - new) // 2 + max(0, chunk.cached - found), min(found, chunk.cached), chunk.last
