@@ -7,6 +7,7 @@ import pytest
 
 from tests.bench.test_simulation import conversations
 from tokenlake.errors import ConfigurationError
+from tokenlake.wire.engine import MAX_KEYS
 from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
 from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
@@ -106,6 +107,13 @@ def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
     found = [answer.hit_tokens // TOKENS for answer in others]
     assert 48 < max(found) < 60
     assert min(found) >= 24
+
+
+def test_a_prompt_of_more_keys_than_a_match_is_found() -> None:
+    """A match has at most `MAX_KEYS` keys; the engine asks for the ones behind them in a further match."""
+    count = MAX_KEYS + 30
+    accesses = Accesses(TOKENS, [Prompt(count * TOKENS + 1, tuple(range(count)), 60.0 * at, 2) for at in range(2)])
+    assert [answer.hit_tokens for answer in pooled(accesses, 2, 2 * count).answers] == [0, count * TOKENS]
 
 
 def test_an_ample_pool_finds_every_prefix_and_is_deterministic() -> None:

@@ -126,37 +126,45 @@ class SimulatedEngine:
         served.answered()
 
     def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
-        wait_s = self._in_flight_wait_s(served, keys)
-        # A client asks for the keys behind the first `MAX_KEYS` in a further match, which is not simulated.
-        asked = keys[: engine.MAX_KEYS * KEY_BYTES]
+        """Match and fetch the prefix, `MAX_KEYS` keys at a time: the next ones once all before them were read."""
+        wait_s, count = self._in_flight_wait_s(served, keys), len(keys) // KEY_BYTES
+        for first in range(0, count, engine.MAX_KEYS):
+            last = min(first + engine.MAX_KEYS, count)
+            yield from self._read_part(served, keys[first * KEY_BYTES : last * KEY_BYTES], first, wait_s)
+            if served.hits < last:
+                break
+        served.hits = max(served.hits, served.engine)
+
+    def _read_part(self, served: RequestOutcome, asked: bytes, first: int, wait_s: float) -> Steps:
+        """Match and fetch the segments `asked`, which begin at segment `first` of the prompt."""
         matched = yield engine.Match(next(self._numbers), asked, 0.0, False, in_flight_wait_s=wait_s)
         assert isinstance(matched, engine.Matched)
         if matched.hits < len(matched.codes):
             served.cut_by = Code(matched.codes[matched.hits])
-        served.found = matched.hits
-        served.hits = min(served.engine, matched.hits)
-        if served.hits or not matched.hits:
+        served.found = first + matched.hits
+        hits = min(max(0, served.engine - first), matched.hits)
+        if hits or not matched.hits:
             took = (matched.lease, served.engine * self._options.segment_tokens, MOST_TOKENS, 0.0)
-            self._give_back(matched.lease, 0, served.hits, took)
-        while served.hits < matched.hits:
-            start, stop = served.hits, min(served.hits + self._window, matched.hits)
+            self._give_back(matched.lease, 0, hits, took)
+        while hits < matched.hits:
+            start, stop = hits, min(hits + self._window, matched.hits)
             codes = matched_codes = matched.codes[start:stop]
             if Code.REMOTE in codes:
                 fetched = yield engine.Fetch(next(self._numbers), matched.lease, start, stop, 0.0, False)
                 assert isinstance(fetched, engine.Fetched)
                 codes = fetched.codes
             arrived = len(codes) - len(codes.lstrip(_LOCAL))
-            served.hits += arrived
+            hits += arrived
             served.remote += matched_codes[:arrived].count(Code.REMOTE)
             if load_s := self._load_s(arrived):
                 yield load_s
             if arrived:
-                self._send(engine.Release(((matched.lease, start, served.hits),), read=True))
-            if served.hits < stop:
+                self._send(engine.Release(((matched.lease, start, hits),), read=True))
+            if hits < stop:
                 served.cut_by = Code.LOST
-                self._give_back(matched.lease, served.hits, matched.hits)
+                self._give_back(matched.lease, hits, matched.hits)
                 break
-        served.hits = max(served.hits, served.engine)
+        served.hits = first + hits
 
     def _give_back(self, lease: int, start: int, stop: int, *took: tuple[int, int, int, float]) -> None:
         """Give back items that the engine did not read."""
