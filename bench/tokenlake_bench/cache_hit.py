@@ -42,7 +42,7 @@ JITTER_S: Final = 3.0
 SIMULATED: Final = (
     *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "route", "pools", "baselines", "model", "gpu"),
     *("tensor_parallel", "chunk_tokens", "balance_threshold", "nvlink"),
-    *("rate", "copies", "swarm", "open_loop", "goodput"),
+    *("rate", "copies", "swarm", "restart_every", "open_loop", "goodput"),
 )
 """Arguments that need simulated engines."""
 
@@ -57,7 +57,8 @@ class CacheHitArguments:
     `balance_threshold`: the cache-aware router sends a request to the shortest queue where the queues differ by
     more requests. `nvlink`: instances are connected by NVLink in place of their network adapters.
     `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
-    requests in each added swarm of parallel agents. `open_loop`: every request arrives at its recorded time.
+    requests in each added swarm of parallel agents. `restart_every`: seconds from one restart of an engine to that of
+    the next one in turn. `open_loop`: every request arrives at its recorded time.
     `goodput`: search the highest rate within the objective, in place of the comparison. `pools`: None for `pool`,
     and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of range."""
 
@@ -83,6 +84,7 @@ class CacheHitArguments:
     rate: float | None = None
     copies: int | None = None
     swarm: int | None = None
+    restart_every: float | None = None
     open_loop: bool = False
     goodput: bool = False
     json_file: Path | None = None
@@ -93,8 +95,9 @@ class CacheHitArguments:
                 raise ConfigurationError(name, value, "absent, or used with '--mode simulate'")
         if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
             raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN}")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
+        for name, unit in (("rate", "requests per second"), ("restart_every", "seconds")):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigurationError(name, value, f"a finite number of {unit} above 0")
         if self.disk_writes_per_day is not None and not 0 <= self.disk_writes_per_day < math.inf:
             raise ConfigurationError("disk_writes_per_day", self.disk_writes_per_day, "a finite number, at least 0")
         for name, least in LEAST.items():
@@ -147,7 +150,9 @@ class CacheHitArguments:
     def run_of(self, pool: PoolSystem) -> PooledRun:
         """A run of one form of the pool."""
         chunk_tokens = self.chunk_tokens or CHUNK_TOKENS
-        return pool.prepare(self.options(), self.engine(), self.engine_cache_tokens, chunk_tokens)
+        run = pool.prepare(self.options(), self.engine(), self.engine_cache_tokens, chunk_tokens)
+        run.restart_every_s = self.restart_every
+        return run
 
     def fleet(self, engine: EngineModel) -> FleetOptions:
         """Options of the systems with which the pool is compared."""
@@ -161,6 +166,7 @@ class CacheHitArguments:
             chunk_tokens=self.chunk_tokens or CHUNK_TOKENS,
             cache_aware=settings,
             nvlink=self.nvlink,
+            restart_every_s=self.restart_every,
             seed=self.seed,
         )
 

@@ -75,6 +75,7 @@ def bench() -> None:
 @_option("--open-loop", is_flag=True, help="simulate: requests of sessions arrive at their recorded times.")
 @_option("--goodput", is_flag=True, help="simulate: search the highest rate with 90 % of the requests in objective.")
 @_option("--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]")
+@_option("--restart-every", type=float, help="simulate: every so many seconds, the next engine restarts.")
 @_option("--swarm", type=int, help="simulate: every 20 s, add so many requests that share a prefix of 16,384 tokens.")
 @_json
 def cache_hit(**arguments: Any) -> None:
@@ -109,6 +110,7 @@ def paper(**arguments: Any) -> None:
 @_option("--trace", "traces", type=_FILE, multiple=True, help="A trace in either format; repeatable.")
 @_option("--capacity-tokens", help="Capacities of the whole pool: 1000000,3000000. [default: three, by format]")
 @_option("--policy", "policies", help="Policies: forecast,lru. [default: all]")
+@_option("--nodes", default=1, help="Prompts longer than this part of the capacity are reported apart.")
 @_option("--limit", type=int, help="Only the first N requests of each trace.")
 @_seed
 @_json

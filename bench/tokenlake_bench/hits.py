@@ -3,9 +3,42 @@ and the load of the nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tokenlake_bench.report import format_share
+
+
+class LongPrompts(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompts that are longer than the whole memory of one node, apart from the others. An instance finds such a
+    prompt whole only in the memory of several nodes, or in one cache of a size that no node has. `prompts`: their
+    number; `token_share`: their part of all prompt tokens; `hit_rate`, `others_hit_rate`: hit tokens / prompt tokens,
+    of these and of the other prompts."""
+
+    prompts: int
+    token_share: float
+    hit_rate: float
+    others_hit_rate: float
+
+
+def long_prompts(served: Iterable[tuple[int, int]], node_tokens: int) -> LongPrompts | None:
+    """The prompts of more than `node_tokens` tokens among `served`, which has (prompt tokens, hit tokens) per request;
+    None where there are none."""
+    count = long = long_hits = others = others_hits = 0
+    for tokens, hits in served:
+        if tokens > node_tokens:
+            count, long, long_hits = count + 1, long + tokens, long_hits + hits
+        else:
+            others, others_hits = others + tokens, others_hits + hits
+    if not count:
+        return None
+    return LongPrompts(
+        prompts=count,
+        token_share=long / (long + others),
+        hit_rate=long_hits / long,
+        others_hit_rate=others_hits / max(1, others),
+    )
 
 
 class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):

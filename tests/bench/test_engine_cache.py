@@ -13,11 +13,12 @@ from tests.bench.test_simulation import conversations
 from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
 from tokenlake_bench.routing.engine_cache import EngineCache
-from tokenlake_bench.routing.offload import OffloadRun
 from tokenlake_bench.routing.outcome import Answered, SystemRow
+from tokenlake_bench.routing.run import prepared
 from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.cached import CachedEngine
 from tokenlake_bench.simulation.pooled import PooledRun, pool_options
+from tokenlake_bench.simulation.pools import POOLS
 
 CHAIN = tuple(range(8))
 OTHER = tuple(range(100, 130))
@@ -32,7 +33,7 @@ def offloaded(
         engine=ENGINE,
         engine_cache_tokens=engine_segments * TOKENS,
     )
-    run = OffloadRun(accesses, SYSTEMS[system], options)
+    run = prepared(accesses, SYSTEMS[system], options)
     return run.run(lambda done: None), run.answers
 
 
@@ -193,6 +194,28 @@ def test_every_router_runs_in_front_of_private_memory(name: str) -> None:
         instances=4, capacity_tokens=4 * 300 * TOKENS, engine=ENGINE, engine_cache_tokens=40 * TOKENS
     )
     assert run_system(accesses, SYSTEMS[name], options) == row
+
+
+def test_a_restart_takes_what_the_engine_owns() -> None:
+    """One instance gets the same prompt every minute and restarts after each 90 s: private offload then computes it
+    again, the pool reads it from the memory of its node."""
+    accesses = prompts(*[CHAIN] * 4)
+    options = FleetOptions(
+        instances=1,
+        capacity_tokens=100 * TOKENS,
+        engine=ENGINE,
+        engine_cache_tokens=50 * TOKENS,
+        restart_every_s=90.0,
+    )
+    run = prepared(accesses, SYSTEMS["round-robin-real"], options)
+    run.run(lambda done: None)
+    assert [answer.hit_tokens // TOKENS for answer in run.answers] == [0, 8, 0, 0]
+    shape = pool_options(ENGINE, nodes=1, capacity_tokens=100 * TOKENS, segment_tokens=TOKENS, seed=0)
+    pool = POOLS["pool-real"].prepare(shape, ENGINE, 50 * TOKENS)
+    pool.restart_every_s = 90.0
+    pool.run(arrivals_of(accesses))
+    assert [answer.hit_tokens // TOKENS for answer in pool.answers] == [0, 8, 8, 8]
+    assert [answer.engine_tokens // TOKENS for answer in pool.answers] == [0, 8, 0, 0]
 
 
 def test_a_perfect_router_sees_gpu_caches() -> None:

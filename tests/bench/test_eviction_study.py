@@ -99,6 +99,21 @@ def test_the_built_in_workload_end_to_end(tmp_path: Path) -> None:
     assert result["cells"][3]["of_clairvoyant"] == pytest.approx(lru / best)
 
 
+def test_prompts_longer_than_a_node_are_counted_apart(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    arguments = ("--capacity-tokens", "8000", "--nodes", "4", "--limit", "60", "--policy", "lru")
+    done = invoke(*arguments, "--json", str(written))
+    assert done.exit_code == 0, done.output
+    assert "prompts are longer than a node's memory" in done.output
+    asked = conversations(60)
+    long = [prompt.tokens for prompt in asked.prompts if prompt.tokens > 2_000]
+    for cell in json.loads(written.read_bytes())["cells"]:
+        apart = cell["long_prompts"]
+        assert (apart["prompts"], apart["token_share"]) == (len(long), sum(long) / asked.prompt_tokens)
+        mean = apart["token_share"] * apart["hit_rate"] + (1 - apart["token_share"]) * apart["others_hit_rate"]
+        assert mean == pytest.approx(cell["hit_rate"])
+
+
 def test_default_capacities_depend_on_the_format(tmp_path: Path) -> None:
     mooncake, sessions = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     line = {"timestamp": 0, "input_length": 1_024, "output_length": 1, "hash_ids": [1, 2]}
@@ -144,6 +159,7 @@ def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: 
         (("--capacity-tokens", "-5"), "'capacity_tokens'"),
         (("--capacity-tokens", "10"), "'capacity_tokens' is 10; expected at least 64"),
         (("--limit", "0"), "'limit'"),
+        (("--nodes", "0"), "'nodes'"),
         (("--trace", "absent.jsonl"), "absent.jsonl: expected a readable file"),
     ],
 )

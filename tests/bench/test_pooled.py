@@ -109,12 +109,11 @@ def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
     assert min(found) >= 24
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_prompt_of_several_matches_is_found_whole(nodes: int) -> None:
-    """The daemon answers for `MAX_KEYS` segments at a time."""
-    count = MAX_KEYS + 3
-    accesses = Accesses(TOKENS, [Prompt(count * TOKENS + 10, tuple(range(count)), 2_000.0 * at, 2) for at in range(2)])
-    assert [answer.hit_tokens for answer in pooled(accesses, nodes, 2 * count).answers] == [0, count * TOKENS]
+def test_a_prompt_of_more_keys_than_a_match_is_found() -> None:
+    """A match has at most `MAX_KEYS` keys; the engine asks for the ones behind them in a further match."""
+    count = MAX_KEYS + 30
+    accesses = Accesses(TOKENS, [Prompt(count * TOKENS + 1, tuple(range(count)), 1e3 * at, 2) for at in range(2)])
+    assert [answer.hit_tokens for answer in pooled(accesses, 1, 2 * count).answers] == [0, count * TOKENS]
 
 
 def test_an_ample_pool_finds_every_prefix_and_is_deterministic() -> None:

@@ -17,6 +17,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import BusyLog, SendLog
 from tokenlake_bench.baselines import Accesses, Lru, Prompt, infinite_cache, private_round_robin
 from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
+from tokenlake_bench.hits import LongPrompts, long_prompts
 from tokenlake_bench.routing import (
     SYSTEMS,
     Answered,
@@ -242,7 +243,7 @@ def test_a_row_by_hand() -> None:
     sent.add(1.0, 0, 200)
     busy.add(0, 0.0, 1.5)
     busy.add(1, 1.0, 1.5)
-    row = row_of(answers, sent, busy, ENGINE, duplication=1.5)
+    row = row_of(answers, sent, busy, ENGINE, duplication=1.5, node_tokens=10_000)
     assert row.token_hit_rate == 512 / 4000
     assert row.slo_attainment == 0.5
     assert row.goodput_rps == 2 / 4.0
@@ -254,6 +255,26 @@ def test_a_row_by_hand() -> None:
     assert (row.duplication, row.bytes_moved) == (1.5, 300)
     assert row.ttft_p50_ms == pytest.approx((9.9 + 1) / 2 * alone_s * 1000)
     assert row.tpot_p50_ms == pytest.approx(9.9 * token_s * 1000)
+    assert row.long_prompts is None
+
+
+def test_prompts_longer_than_a_node_are_counted_apart() -> None:
+    assert long_prompts([(1000, 500), (600, 300)], 1000) is None
+    apart = long_prompts([(1000, 500), (1001, 700), (600, 300), (2999, 0)], 1000)
+    assert apart == LongPrompts(prompts=2, token_share=4000 / 5600, hit_rate=700 / 4000, others_hit_rate=0.5)
+    assert long_prompts([(10, 5)], 1) == LongPrompts(prompts=1, token_share=1.0, hit_rate=0.5, others_hit_rate=0.0)
+
+
+def test_a_node_has_its_part_of_the_capacity() -> None:
+    """Of 12 segments on 3 instances each has 4; the prompt of 5 segments is longer."""
+    prompts = [Prompt(size * SEGMENT, tuple(range(size)), 1e3 * size, 2) for size in (4, 5)]
+    row = run_system(
+        Accesses(SEGMENT, prompts),
+        SYSTEMS["round-robin-real"],
+        dataclasses.replace(options(3), capacity_tokens=12 * SEGMENT),
+    )
+    assert row.long_prompts is not None
+    assert (row.long_prompts.prompts, row.long_prompts.token_share) == (1, 5 / 9)
 
 
 # -- whole systems
@@ -308,10 +329,10 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert 0 < row.tpot_p50_ms <= row.tpot_p99_ms
     assert 0 <= row.remote_share < 1
     assert 0 < row.busy_share <= 1
-    if SYSTEMS[name].split is None:
+    if SYSTEMS[name].split is None and not SYSTEMS[name].pulls:
         assert (row.load_cv, row.bytes_moved) == (None, 0), "private caches send nothing"
     # Routers have no disks.
-    absent = {"disk_written_bytes_per_day", "disk_written_share"}
+    absent = {"disk_written_bytes_per_day", "disk_written_share", "long_prompts"}
     assert all(getattr(row, field) is None for field in absent)
     finite = set(SystemRow.__struct_fields__) - {"load_cv"} - absent
     assert all(math.isfinite(getattr(row, field)) for field in finite)

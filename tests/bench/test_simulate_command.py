@@ -35,6 +35,7 @@ ITEM_5 = {
     "goodput_rps",
     "slo_attainment",
     "bytes_moved",
+    "long_prompts",
 }
 
 
@@ -66,6 +67,17 @@ def test_chosen_systems_are_in_table_and_json(tmp_path: Path) -> None:
     assert (written["model"], written["gpu"], written["gpus"]) == ("llama-3-8b", "h100", 1)
     assert written["requests"] == 60
     assert written["complete"]
+
+
+def test_prompts_longer_than_a_node_are_printed_apart(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    arguments = ("--limit", "40", "--capacity-tokens", "3000", "--baselines", "round-robin-perfect")
+    printed = run(*arguments, "--json", str(json_file))
+    assert "longer than a node's memory" in printed
+    rows = result(json_file)["systems"].values()
+    (share,) = {row["long_prompts"]["token_share"] for row in rows}
+    assert 0 < share < 1
+    assert all(row["long_prompts"]["prompts"] > 0 for row in rows)
 
 
 def test_perfect_routers_need_one_run_of_the_pool(tmp_path: Path) -> None:
@@ -201,6 +213,7 @@ def test_options_of_engines_and_router_reach_pool_and_routers() -> None:
         ("simulate", ["--pools", "pond"], "setting 'pools' is 'pond'"),
         ("simulate", ["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),
         ("simulate", ["--rate", "0"], "setting 'rate' is 0.0"),
+        ("simulate", ["--restart-every", "0"], "setting 'restart_every' is 0.0"),
         ("simulate", ["--rate", "nan"], "setting 'rate' is nan"),
         ("simulate", ["--copies", "0"], "setting 'copies' is 0"),
         ("simulate", ["--nodes", "0"], "setting 'nodes' is 0"),

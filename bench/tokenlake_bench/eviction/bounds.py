@@ -16,6 +16,7 @@ it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -35,18 +36,23 @@ class Bounds:
 
     def infinite(self) -> HitCount:
         """The hit tokens of a cache that serves all requests and never evicts."""
-        return self._count(sum(count for later in self.waiting for _, count in later))
+        return self._count(self.hits(sys.maxsize))
 
     def clairvoyant(self, segments: int) -> HitCount:
         """The hit tokens of a cache of `segments` segments that serves all requests and knows the future ones."""
+        return self._count(self.hits(segments))
+
+    def hits(self, segments: int) -> list[int]:
+        """By request, the number of segments that the clairvoyant cache of `segments` segments finds."""
         held = [0] * len(self.waiting)
         """By request, the number of held segments for which this request is the next to use them."""
-        total = hits = 0
+        found: list[int] = []
+        total = 0
         latest: list[int] = []
         """A heap of negated numbers of future requests, so that the latest request comes first. It may contain requests
         for which no segment is held any more."""
         for index, later in enumerate(self.waiting):
-            hits += held[index]
+            found.append(held[index])
             total -= held[index]
             held[index] = 0
             for request, count in later:
@@ -61,10 +67,10 @@ class Bounds:
                 total -= excess
                 if not held[request]:
                     heappop(latest)
-        return self._count(hits)
+        return found
 
-    def _count(self, segments: int) -> HitCount:
-        return HitCount(segments * self.accesses.segment_tokens, self.accesses.prompt_tokens)
+    def _count(self, found: list[int]) -> HitCount:
+        return HitCount(sum(found) * self.accesses.segment_tokens, self.accesses.prompt_tokens)
 
 
 def bounds_of(accesses: Accesses) -> Bounds:

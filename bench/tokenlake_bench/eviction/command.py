@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.cache_hit import BUILTIN_SIZE, TRACE_SIZE
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.stores import StudiedStore, check_capacity
+from tokenlake_bench.hits import LongPrompts, long_prompts
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share, table, write_json
 from tokenlake_bench.sessions import SessionTrace
@@ -36,11 +38,13 @@ STEP = 200
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionArguments:
-    """Arguments of the command. Raises ConfigurationError for a value out of range."""
+    """Arguments of the command. `nodes`: prompts that are longer than this part of the capacity are reported apart.
+    Raises ConfigurationError for a value out of range."""
 
     traces: tuple[Path, ...] = ()
     capacity_tokens: str | None = None
     policies: str | None = None
+    nodes: int = 1
     limit: int | None = None
     seed: int = 0
     json_file: Path | None = None
@@ -51,8 +55,9 @@ class EvictionArguments:
                 raise ConfigurationError("policy", name, f"names among {', '.join(STUDIED)}, separated by commas")
         if not all(self.capacities or (1,)):
             raise ConfigurationError("capacity_tokens", self.capacity_tokens, "numbers above 0, separated by commas")
-        if self.limit is not None and self.limit < 1:
-            raise ConfigurationError("limit", self.limit, "at least 1")
+        for name in ("nodes", "limit"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(name, value, "at least 1")
 
     @property
     def studied(self) -> list[str]:
@@ -86,13 +91,15 @@ class _Source(NamedTuple):
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one policy or bound at one capacity on one trace. `hit_rate`: hit tokens as a share of all prompt
     tokens, those beyond the last full segment included. `of_clairvoyant` divides it by that of the clairvoyant cache;
-    None where that is 0."""
+    None where that is 0. `long_prompts`: the prompts that are longer than the memory of one of the `nodes`, with the
+    hits of the one cache studied; None where there are none."""
 
     trace: str
     capacity_tokens: int
     policy: str
     hit_rate: float
     of_clairvoyant: float | None
+    long_prompts: LongPrompts | None = None
 
 
 @dataclass(kw_only=True)
@@ -101,6 +108,7 @@ class StudyResult:
     made."""
 
     segment_tokens: int
+    nodes: int
     seed: int
     complete: bool = False
     cells: list[Cell] = field(default_factory=list)
@@ -114,7 +122,7 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
     for source in sources:
         for capacity in source.capacities:
             check_capacity(source.accesses, capacity)
-    result = StudyResult(segment_tokens=sources[0].accesses.segment_tokens, seed=arguments.seed)
+    result = StudyResult(segment_tokens=sources[0].accesses.segment_tokens, nodes=arguments.nodes, seed=arguments.seed)
     runs = len(arguments.studied)
     total = sum(len(each.accesses.prompts) * len(each.capacities) * runs for each in sources)
     try:
@@ -123,26 +131,18 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
             for name, accesses, capacities in sources:
                 bounds = bounds_of(accesses)
                 for capacity in capacities:
-                    best = bounds.clairvoyant(capacity // accesses.segment_tokens).rate
-                    rates = {CLAIRVOYANT: best, INFINITE: bounds.infinite().rate}
+                    found = {
+                        CLAIRVOYANT: bounds.hits(capacity // accesses.segment_tokens),
+                        INFINITE: bounds.hits(sys.maxsize),
+                    }
                     for policy in arguments.studied:
-                        store, hits = StudiedStore(accesses, capacity, STUDIED[policy]), 0
+                        store, hits = StudiedStore(accesses, capacity, STUDIED[policy]), found.setdefault(policy, [])
                         for prompt in accesses.prompts:
-                            hits += store.serve(prompt)
+                            hits.append(store.serve(prompt))
                             done += 1
                             if done % STEP == 0:
                                 progress.update(done, f"{name.split('.')[0]}, {policy}")
-                        rates[policy] = hits * accesses.segment_tokens / max(1, accesses.prompt_tokens)
-                    result.cells += [
-                        Cell(
-                            trace=name,
-                            capacity_tokens=capacity,
-                            policy=policy,
-                            hit_rate=rate,
-                            of_clairvoyant=rate / best if best else None,
-                        )
-                        for policy, rate in rates.items()
-                    ]
+                    result.cells += _cells(name, accesses, capacity, capacity // arguments.nodes, found)
                     write_json(result, arguments.json_file)
             result.complete = True
     except KeyboardInterrupt:
@@ -150,6 +150,24 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
     write_json(result, arguments.json_file)
     _show(console, result.cells)
     return result
+
+
+def _cells(
+    name: str, accesses: Accesses, capacity: int, node_tokens: int, found: Mapping[str, Sequence[int]]
+) -> Iterator[Cell]:
+    """The cells of one capacity, from the numbers of segments `found` by policy or bound, and request."""
+    segment, tokens = accesses.segment_tokens, max(1, accesses.prompt_tokens)
+    best = sum(found[CLAIRVOYANT])
+    for policy, hits in found.items():
+        served = ((prompt.tokens, each * segment) for prompt, each in zip(accesses.prompts, hits, strict=True))
+        yield Cell(
+            trace=name,
+            capacity_tokens=capacity,
+            policy=policy,
+            hit_rate=sum(hits) * segment / tokens,
+            of_clairvoyant=sum(hits) / best if best else None,
+            long_prompts=long_prompts(served, node_tokens),
+        )
 
 
 def mean_share(cells: Sequence[Cell], policy: str) -> float:
@@ -168,8 +186,23 @@ def _show(console: Console, cells: Sequence[Cell]) -> None:
         rows = [[policy, *(_rate(mine[policy, capacity]) for capacity in capacities)] for policy in policies]
         title = f"{trace.split('.')[0]}: token hit %, share of clairvoyant"
         console.print(table(title, ["policy", *(f"{capacity:,}" for capacity in capacities)], rows))
+        for capacity in capacities:
+            _show_long(console, [mine[policy, capacity] for policy in policies])
     means = [(policy, f"{mean_share(cells, policy):.3f}") for policy in policies]
     console.print(table("share of clairvoyant, mean", (), means))
+
+
+def _show_long(console: Console, cells: Sequence[Cell]) -> None:
+    """Print the hit rates of the prompts that are longer than a node's memory beside those of the others, if any
+    are."""
+    apart = [(cell.policy, cell.long_prompts) for cell in cells if cell.long_prompts is not None]
+    if apart:
+        long = apart[0][1]
+        title = f"{cells[0].capacity_tokens:,}: {long.prompts:,} prompts are longer than a node's memory"
+        rows = [(policy, format_share(each.others_hit_rate), format_share(each.hit_rate)) for policy, each in apart]
+        console.print(
+            table(f"{title}, {format_share(long.token_share)} of the tokens", ("hits", "others", "these"), rows)
+        )
 
 
 def _rate(cell: Cell) -> str:

@@ -81,6 +81,12 @@ class EngineCache:
                 self._idle[segment] = None
         return CacheChange([], self._shrink())
 
+    def clear(self) -> CacheChange:
+        """Evict what no request under way has."""
+        evicted = list(self._idle)
+        self._idle.clear()
+        return CacheChange([], evicted)
+
     def check_integrity(self) -> None:
         """Raises AssertionError when the counts differ from those of the requests under way."""
         users: dict[int, int] = {}

@@ -34,7 +34,8 @@ class FleetOptions:
     `capacity_tokens` is all. `chunk_tokens` and `batch` are those of each instance (`InstanceOptions`).
     `cache_aware`: settings of the cache-aware router. `nvlink`: instances are connected by NVLink in place of their
     network adapters. `reference`: the engine whose times are those of a request alone in the objective; None:
-    `engine`."""
+    `engine`. `restart_every_s`: seconds from the restart of one instance to that of the next, in turn; None: none
+    restarts."""
 
     instances: int
     capacity_tokens: int
@@ -45,6 +46,7 @@ class FleetOptions:
     cache_aware: CacheAwareSettings = SGLANG
     nvlink: bool = False
     reference: EngineModel | None = None
+    restart_every_s: float | None = None
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
@@ -92,6 +94,8 @@ class FleetRequest:
     hit_tokens: int = 0
     engine_tokens: int = 0
     """Number of those of the `hit_tokens` that are in the instance's GPU cache."""
+    remote_tokens: int = 0
+    """Number of those of the `hit_tokens` that came from another instance for this request."""
     first_s: float = 0.0
 
 
@@ -143,6 +147,8 @@ class FleetRun:
     def run(self, progress: Callable[[int], None]) -> SystemRow:
         """Simulate until the last token of the last request, and return the row of the system."""
         self._progress = progress
+        if self._options.restart_every_s is not None:
+            self._clock.after(self._options.restart_every_s, self._restart_next, 0, self._options.restart_every_s)
         self._turns.start()
         self._clock.run_until(math.inf)
         progress(len(self._requests))
@@ -152,6 +158,7 @@ class FleetRun:
             self._busy,
             self._options.reference or self._engine,
             duplication=self._caches.copies_per_segment(),
+            node_tokens=self._capacity * self._segment,
             closed_loop=self._turns.closed,
         )
 
@@ -164,6 +171,18 @@ class FleetRun:
         self._submit(instance, Job(index, prompt.tokens, max(1, prompt.output_tokens), prompt.chain))
         if index % _PROGRESS == 0:
             self._progress(index)
+
+    def _restart_next(self, instance: int, every_s: float) -> None:
+        if len(self.answers) < len(self._accesses.prompts):
+            self.restart(instance)
+            self._clock.after(every_s, self._restart_next, (instance + 1) % self._options.instances, every_s)
+
+    def restart(self, instance: int) -> None:
+        """Restart the engine of an instance, which then finds nothing that was cached there. Requests under way go
+        on."""
+        self._caches.resize(instance, 0)
+        self._caches.resize(instance, self._capacity)
+        self._hold(instance, 0)
 
     def _steps(self, instance: int) -> Steps:
         """The durations of an instance's forward passes."""
@@ -198,7 +217,7 @@ class FleetRun:
             prompt_tokens=prompt.tokens,
             output_tokens=max(1, prompt.output_tokens),
             hit_tokens=request.hit_tokens,
-            remote_tokens=0,
+            remote_tokens=request.remote_tokens,
             first_s=request.first_s,
             finished_s=now,
             engine_tokens=request.engine_tokens,

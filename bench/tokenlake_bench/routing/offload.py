@@ -22,13 +22,11 @@ from tokenlake_bench.routing.instance import Job
 from tokenlake_bench.routing.systems import System
 
 
-class OffloadRun(FleetRun):
-    """One run of all requests through a system whose instances have GPU caches and private memory behind these."""
+class AheadRun(FleetRun):
+    """A run whose instances look the prefix of one request up ahead, while the one before it is computed."""
 
     def __init__(self, accesses: Accesses, system: System, options: FleetOptions) -> None:
         super().__init__(accesses, system, options)
-        segments = options.engine_cache_segments(self._segment)
-        self._engine_caches = [EngineCache(segments) for _ in range(options.instances)]
         self._queues: list[deque[Job]] = [deque() for _ in range(options.instances)]
         """By instance, the requests that were not looked up yet."""
         self._reading = [False] * options.instances
@@ -39,13 +37,45 @@ class OffloadRun(FleetRun):
         self._read_ahead(instance)
 
     def _read_ahead(self, instance: int) -> None:
-        """Look the next request up when the one before it has begun: it then finds the segments of that one. Its prefix
-        is copied to the GPU while that one is computed."""
+        """Look the next request up when the one before it has begun: it then finds the segments of that one."""
         queue = self._queues[instance]
-        if not queue or self._reading[instance]:
-            return
-        self._reading[instance] = True
-        job = queue.popleft()
+        if queue and not self._reading[instance]:
+            self._reading[instance] = True
+            self._read(instance, queue.popleft())
+
+    def _read(self, instance: int, job: Job) -> None:
+        """Read the prefix of a request, then submit the request to the instance."""
+        super()._submit(instance, job)
+
+    def _find(self, instance: int, job: Job, request: FleetRequest) -> None:
+        super()._find(instance, job, request)
+        self._read_next(instance)
+
+    def _read_next(self, instance: int) -> None:
+        """Let the next request read, because the one that was read begins."""
+        self._reading[instance] = False
+        self._clock.after(0.0, self._read_ahead, instance)
+
+    def _depth(self, instance: int, chain: tuple[int, ...]) -> int:
+        """Length in segments of the longest prefix that the instance has."""
+        return self._caches.match(chain, instance)
+
+
+class OffloadRun(AheadRun):
+    """One run of all requests through a system whose instances have GPU caches and private memory behind these. The
+    prefix is copied to the GPU while the request before is computed."""
+
+    def __init__(self, accesses: Accesses, system: System, options: FleetOptions) -> None:
+        super().__init__(accesses, system, options)
+        segments = options.engine_cache_segments(self._segment)
+        self._engine_caches = [EngineCache(segments) for _ in range(options.instances)]
+
+    def restart(self, instance: int) -> None:
+        self._caches.resize(instance, 0)
+        self._caches.resize(instance, self._capacity)
+        self._changed(instance, self._engine_caches[instance].clear())
+
+    def _read(self, instance: int, job: Job) -> None:
         request = self._requests[job.number]
         chain = request.routed.chain
         own = self._engine_caches[instance].match(chain)
@@ -54,12 +84,14 @@ class OffloadRun(FleetRun):
         request.engine_tokens = own * self._segment
         self._caches.touch(chain[:depth], instance)
         loaded_s = self._clock.now + self._engine.host_copy_s((depth - own) * self._segment)
-        self._clock.at(loaded_s, super()._submit, instance, job)
+        self._clock.at(loaded_s, super()._read, instance, job)
 
     def _find(self, instance: int, job: Job, request: FleetRequest) -> None:
-        """Let the next request read: this one, which begins, was looked up before."""
-        self._reading[instance] = False
-        self._clock.after(0.0, self._read_ahead, instance)
+        """The request, which begins, was looked up before."""
+        self._read_next(instance)
+
+    def _depth(self, instance: int, chain: tuple[int, ...]) -> int:
+        return max(super()._depth(instance, chain), self._engine_caches[instance].match(chain))
 
     def _take_memory(self, instance: int, job: Job, request: FleetRequest) -> None:
         chain = request.routed.chain

@@ -11,6 +11,7 @@ import numpy as np
 
 from tokenlake_bench.balance import BusyLog, SendLog, spread
 from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.hits import LongPrompts, long_prompts
 
 SLO_FACTOR: Final = 10.0
 """Factor of the objective of a request: its time to the first token and its time per further token must both be at most
@@ -65,7 +66,8 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     `duplication` is copies per held segment at the end; `goodput_rps` counts requests within their objective per second
     of arrivals, or, where requests follow answers, per second from the first arrival to the last answer: there a slow
     system stretches the arrivals. `slo_attainment` is their share; `bytes_moved` went between instances, the hand-over
-    from prefill to decode included.
+    from prefill to decode included. `long_prompts` are those longer than a node's part of `capacity_tokens`; None where
+    there are none.
     """
 
     token_hit_rate: float
@@ -86,6 +88,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     disk_share: float = 0.0
     disk_written_bytes_per_day: float | None = None
     disk_written_share: float | None = None
+    long_prompts: LongPrompts | None = None
 
 
 def within_objective(answered: Answered, engine: EngineModel) -> bool:
@@ -103,12 +106,13 @@ def row_of(
     engine: EngineModel,
     *,
     duplication: float,
+    node_tokens: int,
     closed_loop: bool = False,
     disk: DiskUse | None = None,
 ) -> SystemRow:
     """The row of a system in the comparison, from its answers, at least one. Answers of one token have no time per
-    further token. `sent`: all bytes between the instances. `closed_loop`: some requests waited for the answer to
-    another one."""
+    further token. `sent`: all bytes between the instances. `node_tokens`: memory for caches of one node.
+    `closed_loop`: some requests waited for the answer to another one."""
     met = sum(within_objective(answered, engine) for answered in answers)
     arrivals = [answered.at_s for answered in answers]
     finished_s = max(answered.finished_s for answered in answers)
@@ -136,6 +140,7 @@ def row_of(
         disk_share=from_disk / max(1, hits),
         disk_written_bytes_per_day=None if disk is None else disk.written_bytes_per_day,
         disk_written_share=None if disk is None else disk.written_share,
+        long_prompts=long_prompts(((a.prompt_tokens, a.hit_tokens) for a in answers), node_tokens),
     )
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.routing.base import Fleet, RoutedRequest, Router, least
+from tokenlake_bench.routing.kv_router import KvRouter
 from tokenlake_bench.routing.outcome import Answered
 from tokenlake_bench.routing.preble import Preble
 
@@ -76,13 +78,16 @@ class CacheAware:
 class System:
     """A compared system. `record_tokens`: number of tokens that the router of a `-real` system remembers per instance,
     None: as many as the instance can keep. `split`: the proportion of prefill instances to decode instances (`split`);
-    None: each instance does both."""
+    None: each instance does both. `view_age_s`: the router has a view of all caches so many seconds old, and names
+    sources (`named_source`); None: it names none. `pulls`: instances pull from these sources."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
     record_tokens: int | None = TREE_TOKENS
     split: tuple[int, int] | None = None
+    view_age_s: float | None = None
+    pulls: bool = False
 
     def routed(self, instances: int) -> int:
         """Number of instances, the first of all, among which the router chooses: those that compute prompts. With
@@ -105,6 +110,15 @@ SYSTEMS: Final[dict[str, System]] = {
         ("pd-3p1d", CacheAware, TREE_TOKENS, (3, 1)),
     )
     for kind in ("perfect", "real")
+} | {
+    f"{name}-real": System(f"{name}-real", partial(KvRouter, prefill_scale=scale), False, view_age_s=age_s, pulls=pulls)
+    for name, age_s, scale, pulls in (
+        ("kv-router-1s", 1, 1.0, False),
+        ("named-source-0s", 0, 1.0, True),
+        ("named-source-1s", 1, 1.0, True),
+        ("named-source-10s", 10, 1.0, True),
+        ("named-source-1s-scale10", 1, 10.0, True),
+    )
 }
 
 

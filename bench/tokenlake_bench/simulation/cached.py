@@ -50,6 +50,9 @@ class CachedEngine(PooledEngine):
         """By number of each request under way that computes a segment which the pool lacked: the index of the first
         such segment in its prompt, and the segment."""
 
+    def restart(self) -> None:
+        self.cache.clear()
+
     def _fetch_and_submit(self, number: int, request: PooledRequest) -> Steps:
         chain = _chain(request)
         request.served.engine = self.cache.match(chain)

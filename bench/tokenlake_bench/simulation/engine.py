@@ -126,48 +126,46 @@ class SimulatedEngine:
         served.answered()
 
     def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
-        wait_s = self._in_flight_wait_s(served, keys)
-        for first in range(0, len(keys) // KEY_BYTES, engine.MAX_KEYS):
-            asked = keys[first * KEY_BYTES : (first + engine.MAX_KEYS) * KEY_BYTES]
-            matched = yield engine.Match(next(self._numbers), asked, 0.0, False, in_flight_wait_s=wait_s)
-            assert isinstance(matched, engine.Matched)
-            if matched.hits < len(matched.codes):
-                served.cut_by = Code(matched.codes[matched.hits])
-            served.found = first + matched.hits
-            read = yield from self._read_part(served, matched, min(max(0, served.engine - first), engine.MAX_KEYS))
-            served.hits = first + read
-            if read < engine.MAX_KEYS:
+        """Match and fetch the prefix, `MAX_KEYS` keys at a time: the next ones once all before them were read."""
+        wait_s, count = self._in_flight_wait_s(served, keys), len(keys) // KEY_BYTES
+        for first in range(0, count, engine.MAX_KEYS):
+            last = min(first + engine.MAX_KEYS, count)
+            yield from self._read_part(served, keys[first * KEY_BYTES : last * KEY_BYTES], first, wait_s)
+            if served.hits < last:
                 break
         served.hits = max(served.hits, served.engine)
 
-    def _read_part(
-        self, served: RequestOutcome, matched: engine.Matched, own: int
-    ) -> Generator[_Step, engine.EngineReply | None, int]:
-        """Read what a match found, behind the first `own` segments, which the engine has itself. Returns the number of
-        segments, from the first one on, that the engine then has."""
-        done = min(own, matched.hits)
-        if done or not matched.hits:
+    def _read_part(self, served: RequestOutcome, asked: bytes, first: int, wait_s: float) -> Steps:
+        """Match and fetch the segments `asked`, which begin at segment `first` of the prompt."""
+        matched = yield engine.Match(next(self._numbers), asked, 0.0, False, in_flight_wait_s=wait_s)
+        assert isinstance(matched, engine.Matched)
+        if matched.hits < len(matched.codes):
+            served.cut_by = Code(matched.codes[matched.hits])
+        served.found = first + matched.hits
+        own = min(max(0, served.engine - first), len(asked) // KEY_BYTES)
+        hits = min(own, matched.hits)
+        if hits or not matched.hits:
             took = (matched.lease, own * self._options.segment_tokens, MOST_TOKENS, 0.0)
-            self._give_back(matched.lease, 0, done, took)
-        while done < matched.hits:
-            start, stop = done, min(done + self._window, matched.hits)
+            self._give_back(matched.lease, 0, hits, took)
+        while hits < matched.hits:
+            start, stop = hits, min(hits + self._window, matched.hits)
             codes = matched_codes = matched.codes[start:stop]
             if Code.REMOTE in codes:
                 fetched = yield engine.Fetch(next(self._numbers), matched.lease, start, stop, 0.0, False)
                 assert isinstance(fetched, engine.Fetched)
                 codes = fetched.codes
             arrived = len(codes) - len(codes.lstrip(_LOCAL))
-            done += arrived
+            hits += arrived
             served.remote += matched_codes[:arrived].count(Code.REMOTE)
             if load_s := self._load_s(arrived):
                 yield load_s
             if arrived:
-                self._send(engine.Release(((matched.lease, start, done),), read=True))
-            if done < stop:
+                self._send(engine.Release(((matched.lease, start, hits),), read=True))
+            if hits < stop:
                 served.cut_by = Code.LOST
-                self._give_back(matched.lease, done, matched.hits)
+                self._give_back(matched.lease, hits, matched.hits)
                 break
-        return done
+        served.hits = first + hits
 
     def _give_back(self, lease: int, start: int, stop: int, *took: tuple[int, int, int, float]) -> None:
         """Give back items that the engine did not read."""

@@ -152,6 +152,9 @@ class PooledEngine(SimulatedEngine):
         self._queue.append(PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
+    def restart(self) -> None:
+        """Restart the engine. The memory of the node is its daemon's and stays; requests under way go on."""
+
     def _in_flight_wait_s(self, served: RequestOutcome, keys: bytes) -> float:
         return 1.5 * self._run.engine.prefill_s(len(keys) // KEY_BYTES * self._options.segment_tokens)
 
@@ -306,6 +309,8 @@ class PooledRun:
         self.answered: Callable[[Arrival], None] = lambda arrival: None
         """Functions that are called with the request at the first token (`first_token`) and at the last token
         (`answered`) of each answer."""
+        self.restart_every_s: float | None = None
+        """Seconds from the restart of one engine to that of the next, in turn; None: none restarts."""
         self.route: Route = self.least_loaded
         """Chooses the node of each request."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
@@ -343,7 +348,16 @@ class PooledRun:
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
         self._closed_loop = any(arrival.follows is not None for arrival in arrivals)
+        if self.restart_every_s is not None:
+            self.simulation.cluster.clock.at(
+                BEGINS_S + self.restart_every_s, self._restart_next, 0, self.restart_every_s
+            )
         self.simulation.run(arrivals, progress, self.route, DRAIN_S)
+
+    def _restart_next(self, instance: int, every_s: float) -> None:
+        self._engines[instance].restart()
+        following = (instance + 1) % len(self._engines)
+        self.simulation.cluster.clock.after(every_s, self._restart_next, following, every_s)
 
     def row(self) -> SystemRow:
         """The row of the pool in the comparison, from all answered requests; there must be at least one."""
@@ -354,6 +368,7 @@ class PooledRun:
             self.busy,
             self.engine,
             duplication=simulation.figures().duplication,
+            node_tokens=self.node_tokens,
             closed_loop=self._closed_loop,
             disk=simulation.disk_use(max(answer.at_s for answer in self.answers)),
         )

@@ -100,6 +100,14 @@ def pool_table(result: SimulatedResult, workload: str) -> Table:
             ("written, of what memory evicted", format_share(disk.written_share)),
         ]
     )
+    long = next(iter(result.systems.values())).long_prompts
+    longer = (
+        []
+        if long is None
+        else [
+            ("prompts longer than a node's memory", f"{long.prompts:,}, {format_share(long.token_share)} of the tokens")
+        ]
+    )
     return table(
         f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}",
         (),
@@ -107,6 +115,7 @@ def pool_table(result: SimulatedResult, workload: str) -> Table:
             *hit_rows(result),
             ("capacity of the pool", f"{result.capacity_tokens:,} tokens"),
             ("segment", f"{result.segment_tokens:,} tokens"),
+            *longer,
             ("hits from another node", format_share(result.remote_share)),
             ("load max / mean", format_ratio(result.load_max_over_mean)),
             *disks,
@@ -121,10 +130,12 @@ def systems_table(result: SimulatedResult) -> Group:
     """All compared systems as two tables for a terminal, with a row per system: caches and load, then latency."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
     disks = any(row.disk_written_share is not None for row in result.systems.values())
+    long = any(row.long_prompts is not None for row in result.systems.values())
     caches = [
         (
             name,
             format_share(row.token_hit_rate),
+            *([_others(row)] if long else []),
             format_share(row.remote_share),
             format_share(row.engine_share),
             *([format_share(row.disk_share)] if disks else []),
@@ -144,9 +155,24 @@ def systems_table(result: SimulatedResult) -> Group:
         )
         for name, row in result.systems.items()
     ]
-    head = ("system", "hits", "remote", "in GPU", *(["disk"] if disks else []), "copies", "moved", "load CV")
+    head = (
+        "system",
+        "hits",
+        *(["fits"] if long else []),
+        "remote",
+        "in GPU",
+        *(["disk"] if disks else []),
+        "copies",
+        "moved",
+        "load CV",
+    )
     late = ("system", "TTFT", "p99", "TPOT", "in SLO", "good/s", "busy")
     return Group(
         table(f"{result.model}, {per} per instance, {result.rate:.2f} requests/s", head, caches),
         table("medians and p99; good/s: requests within their objective per second", late, times),
     )
+
+
+def _others(row: SystemRow) -> str:
+    """Hit rate of the prompts that fit into a node's memory."""
+    return format_share(row.token_hit_rate if row.long_prompts is None else row.long_prompts.others_hit_rate)
