@@ -42,6 +42,14 @@ class SendLog:
         node, nbytes = np.array(self._node, np.int64), np.array(self._nbytes, np.int64)
         return [int(nbytes[node == each].sum()) for each in range(self.nodes)]
 
+    def busiest(self, from_s: float) -> tuple[float, int] | None:
+        """The largest load of a node in the window that begins at `from_s`: divided by the mean over the nodes, and in
+        bytes; None where no node sent anything."""
+        node, at_s = np.array(self._node, np.int64), np.array(self._at_s)
+        within = (at_s >= from_s) & (at_s < from_s + WINDOW_S)
+        loads = np.bincount(node[within], np.array(self._nbytes)[within], self.nodes)
+        return (float(loads.max() / loads.mean()), int(loads.max())) if loads.any() else None
+
     def table(self) -> NDArray[np.float64]:
         """Bytes sent per time window and node. Windows in which no node sent anything are left out."""
         numbers, window = np.unique(np.floor(np.array(self._at_s) / WINDOW_S), return_inverse=True)

@@ -15,7 +15,7 @@ from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
 from tokenlake_bench.routing.base import SGLANG
 from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
 from tokenlake_bench.sessions import SessionTrace
-from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_swarms
+from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_flash, with_swarms
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
@@ -42,7 +42,7 @@ JITTER_S: Final = 3.0
 SIMULATED: Final = (
     *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "route", "pools", "baselines", "model", "gpu"),
     *("tensor_parallel", "chunk_tokens", "balance_threshold", "nvlink"),
-    *("rate", "copies", "swarm", "restart_every", "open_loop", "goodput"),
+    *("rate", "copies", "swarm", "flash_at", "restart_every", "open_loop", "goodput"),
 )
 """Arguments that need simulated engines."""
 
@@ -57,7 +57,8 @@ class CacheHitArguments:
     `balance_threshold`: the cache-aware router sends a request to the shortest queue where the queues differ by
     more requests. `nvlink`: instances are connected by NVLink in place of their network adapters.
     `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
-    requests in each added swarm of parallel agents. `restart_every`: seconds from one restart of an engine to that of
+    requests in each added swarm of parallel agents. `flash_at`: second from which a share of the requests has a new
+    common prefix. `restart_every`: seconds from one restart of an engine to that of
     the next one in turn. `open_loop`: every request arrives at its recorded time.
     `goodput`: search the highest rate within the objective, in place of the comparison. `pools`: None for `pool`,
     and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of range."""
@@ -85,6 +86,7 @@ class CacheHitArguments:
     copies: int | None = None
     swarm: int | None = None
     restart_every: float | None = None
+    flash_at: float | None = None
     open_loop: bool = False
     goodput: bool = False
     json_file: Path | None = None
@@ -98,6 +100,8 @@ class CacheHitArguments:
         for name, unit in (("rate", "requests per second"), ("restart_every", "seconds")):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigurationError(name, value, f"a finite number of {unit} above 0")
+        if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
+            raise ConfigurationError("flash_at", self.flash_at, "seconds of the workload, at least 0")
         if self.disk_writes_per_day is not None and not 0 <= self.disk_writes_per_day < math.inf:
             raise ConfigurationError("disk_writes_per_day", self.disk_writes_per_day, "a finite number, at least 0")
         for name, least in LEAST.items():
@@ -202,6 +206,8 @@ class CacheHitArguments:
             arrivals = list(merged(arrivals, self.copies))
         if self.rate is not None:
             arrivals = arrivals_of(at_rate(accesses_of(arrivals, segment_tokens), self.rate))
+        if self.flash_at is not None:
+            arrivals = list(with_flash(arrivals, self.flash_at, segment_tokens, self.seed))
         if self.swarm is not None:
             arrivals = list(with_swarms(arrivals, self.swarm, segment_tokens, self.seed))
         return name, arrivals

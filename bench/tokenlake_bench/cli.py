@@ -77,6 +77,7 @@ def bench() -> None:
 @_option("--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]")
 @_option("--restart-every", type=float, help="simulate: every so many seconds, the next engine restarts.")
 @_option("--swarm", type=int, help="simulate: every 20 s, add so many requests that share a prefix of 16,384 tokens.")
+@_option("--flash-at", type=float, help="simulate: from this second on, 30 % of the requests share a new prefix.")
 @_json
 def cache_hit(**arguments: Any) -> None:
     """Replay a trace against real daemons, compare every byte, and compare with other arrangements of the same memory.

@@ -14,7 +14,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tokenlake.config import ServerConfig
 from tokenlake.wire import Code
 from tokenlake_bench.balance import WINDOW_S, SendLog, spread
 from tokenlake_bench.baselines import Accesses, Baselines, Prompt, baselines, intern_segments
@@ -27,8 +26,6 @@ from tokenlake_bench.report import format_bytes, format_duration, format_ratio, 
 from tokenlake_bench.sizing import bench_layout, pool_size
 from tokenlake_bench.workload import Workload
 from tokenlake_testing.cluster import Cluster
-
-CACHED_SHARE = ServerConfig().cached_share
 
 
 class LoadMeter:
@@ -104,8 +101,7 @@ def run_live(arguments: CacheHitArguments) -> bool:
     began = time.monotonic()
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(arguments.nodes, str(size.memory), str(size.memory), **PATIENT))
-        # A fetch takes at most as many segments as a node may keep as cached copies, which fetched segments become.
-        window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
+        window = size.window(WINDOW)
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(arguments.nodes)]
         meter = LoadMeter(cluster)
         progress = stack.enter_context(LiveProgress(console, "replaying", len(workload)))

@@ -33,6 +33,11 @@ class PoolSize:
     layout: Layout
     memory: int
 
+    def window(self, most: int) -> int:
+        """Number of segments that an engine reads at a time: at most `most`, and at most 3 % of those of a node, where
+        they take slots beside the segments that the pool keeps."""
+        return max(1, min(most, int(0.03 * self.node_segments)))
+
     @property
     def capacity_tokens(self) -> int:
         """Number of tokens that fit into the whole pool."""

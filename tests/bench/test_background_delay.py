@@ -28,9 +28,7 @@ def read_s(*, flood: bool) -> float:
     """The time to read a prefix of a full node, by the engine of an empty node to which all others begin to hand
     segments over."""
     served: list[RequestOutcome] = []
-    options = SimulationOptions(
-        nodes=NODES, capacity_tokens=NODES * 375_000, layout=LAYOUT, rules={"cached_share": 0.3}
-    )
+    options = SimulationOptions(nodes=NODES, capacity_tokens=NODES * 375_000, layout=LAYOUT)
     cluster = SimulatedCluster(options, served.append)
     cluster.clock.run_until(cluster.clock.now + 2.0)
     writers = range(1, NODES)

@@ -35,6 +35,14 @@ def test_the_spread_of_sent_bytes(nodes: int, sends: list[tuple[float, int, int]
     assert sum(log.totals()) == sum(nbytes for _, _, nbytes in sends)
 
 
+def test_the_busiest_node_of_a_window() -> None:
+    log = SendLog(2)
+    for at_s, node, nbytes in [(1.0, 0, 5), (12.0, 0, 30), (13.0, 1, 5), (21.9, 0, 5), (22.0, 1, 99)]:
+        log.add(at_s, node, nbytes)
+    assert log.busiest(12.0) == (35 / 20, 35)
+    assert log.busiest(100.0) is None
+
+
 def test_a_node_that_is_not_there_is_refused() -> None:
     with pytest.raises(IndexError, match="node 2 of 2"):
         SendLog(2).add(0.0, 2, 5)

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.keys import KEY_BYTES
-from tokenlake_bench.simulation.arrivals import Arrival, keys_of, merged, with_swarms
+from tokenlake_bench.simulation.arrivals import FLASH_SHARE, Arrival, keys_of, merged, with_flash, with_swarms
 from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
 
@@ -84,6 +84,21 @@ def test_one_copy_is_the_workload_itself() -> None:
     arrivals = [Arrival(float(at), 1000, chain(0, 100 + at)) for at in range(10)]
     for mine, theirs in zip(merged(arrivals, 1), arrivals, strict=True):
         assert (mine.at_s, mine.tokens, mine.chain.tolist()) == (theirs.at_s, theirs.tokens, theirs.chain.tolist())
+
+
+def test_the_requests_of_a_flash_crowd_share_one_new_prefix() -> None:
+    plain = [Arrival(float(at), 1024, np.array([at, 1000 + at])) for at in range(1000)]
+    crowd = list(with_flash(plain, 500.0, 512, seed=3))
+    assert [each.at_s for each in crowd] == [each.at_s for each in plain]
+    joined = [each for each, was in zip(crowd, plain, strict=True) if each.tokens != was.tokens]
+    assert joined[0].at_s >= 500.0
+    assert len(joined) == pytest.approx(FLASH_SHARE * 500, rel=0.2)
+    chains = [each.chain.tolist() for each in joined]
+    assert len({tuple(chain[:12]) for chain in chains}) == 1
+    assert {each.tokens for each in joined} == {1024 + 12 * 512}
+    behind = [number for chain in chains for number in chain[12:]]
+    assert len(behind) == len(set(behind)) == 2 * len(joined)
+    assert not {number for each in plain for number in each.chain.tolist()} & {*behind, *chains[0]}
 
 
 def test_the_requests_of_a_swarm_share_one_new_prefix() -> None:

@@ -94,7 +94,7 @@ def test_any_environment_is_taken_or_refused_by_name(
         load_config(toml_text=file, environ=given_, flags={}, uid=1000)
     except ConfigurationError as error:
         named = error.field.upper()
-        assert f"TOKENLAKE_{named}" in environ or named in ("SOCKET", "REGION_SIZE", "CACHED_SHARE", "METRICS", "PEERS")
+        assert f"TOKENLAKE_{named}" in environ or named in ("SOCKET", "REGION_SIZE", "METRICS", "PEERS")
 
 
 @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12), st.booleans())

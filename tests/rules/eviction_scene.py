@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory import Kind, Segment, SegmentStore
 from tokenlake.memory.eviction import EvictionPolicy
 from tokenlake.memory.eviction.odds import Odds
 from tokenlake.metrics import Counters
@@ -37,7 +37,7 @@ class Memory:
         self._names: dict[Segment, object] = {}
         self.evicted: list[object] = []
         self.refused: list[object] = []
-        store = SegmentStore(1, SLOT_BYTES, Budgets(), Counters())
+        store = SegmentStore(1, SLOT_BYTES, 0.45, Counters())
         pool = store.pool(TenantId("t"), SLOT_BYTES)
         assert pool is not None
         self._pool = pool.id

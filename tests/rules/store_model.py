@@ -7,13 +7,17 @@ less those of indexed and quarantined copies), pins are the names of their owner
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.memory import Kind
+from tokenlake.memory.eviction.odds import Odds
+from tokenlake.memory.pool import COPY_LOSS, LEAST_USES, USE_HALF_LIFE_S
 from tokenlake.memory.vacancy import MAX_RETENTION_VALUE
+from tokenlake.rate import Rate
 from tokenlake.wire.codes import Code
 
 Place = tuple[int, int]
@@ -34,6 +38,8 @@ class Copy:
     content: int
     touched: float
     depth: int = 0
+    source: str | None = None
+    """Another node that has the segment."""
     policy_state: object = None
     """The policy's."""
     hints: Hints = NO_HINTS
@@ -67,6 +73,12 @@ class LruModel:
     def retention_value(self, copy: Copy, now: float) -> float:
         return 1 / (1 + now - copy.touched)
 
+    def rank(self, copy: Copy, now: float) -> tuple[int, float, float]:
+        return 0, self.retention_value(copy, now), copy.touched
+
+    def forget(self, copy: Copy) -> None:
+        pass
+
     def admits(self, key: int, hints: Hints, now: float) -> bool:
         return True
 
@@ -84,14 +96,12 @@ class StoreModel:
         self,
         regions: int,
         region_bytes: int,
-        cached: float,
         dirty: float,
         policy: Callable[[], Any] = LruModel,
     ) -> None:
-        """`policy`: orders primary copies. Any policy but the model of LRU is the real one: the model then checks the
-        calls that it gets, and the use of its answers."""
+        """`policy`: orders cached and primary copies. Any policy but the model of LRU is the real one: the model then
+        checks the calls that it gets, and the use of its answers."""
         self.total = regions * region_bytes
-        self.cached = cached
         self.dirty = dirty
         self.spare = dict.fromkeys(range(regions), region_bytes)
         """Bytes of the regions without a pool."""
@@ -103,11 +113,15 @@ class StoreModel:
         self.policy = policy
         self.order: dict[tuple[Pool, Kind], Any] = {}
         """The orders of READY cached and primary copies."""
+        self.odds: dict[Pool, Odds] = {}
+        """What both orders of a pool learn."""
+        self.uses: defaultdict[Pool, Rate] = defaultdict(lambda: Rate(USE_HALF_LIFE_S))
+        """The rate of the segments that engines read, or get slots to write."""
         self.evictions = 0
         self.not_admitted = 0
         self.quarantines = 0
         self.evicted: list[Copy] = []
-        """Copies that a directory node may still name; no cached copy has a known owner here."""
+        """Copies that a directory node may still name: all but cached copies that came from another node."""
 
     # -- asking
 
@@ -146,8 +160,18 @@ class StoreModel:
 
     def order_of(self, pool: Pool, kind: Kind) -> Any:
         if (pool, kind) not in self.order:
-            self.order[pool, kind] = self.policy() if kind is Kind.PRIMARY else LruModel()
+            order = self.order[pool, kind] = self.policy()
+            if not isinstance(order, LruModel):
+                order.odds = self.odds.setdefault(pool, Odds())
         return self.order[pool, kind]
+
+    def rank(self, copy: Copy, now: float) -> tuple[int, float, float]:
+        tier, value, touched = self.order_of(copy.pool, copy.kind).rank(copy, now)
+        if copy.source:
+            value *= COPY_LOSS
+            mean = self.uses[copy.pool].at(now) / len(self.places(copy.pool))
+            value = value if value >= LEAST_USES * mean else 0.0
+        return tier, value, touched
 
     # -- changing
 
@@ -155,6 +179,8 @@ class StoreModel:
         """The outcome of a reservation: a refusal, a victim, or None where a slot is free."""
         if pool not in self.regions and not self._grow(pool):
             return Code.NO_REGION
+        if kind is not Kind.PRIMARY:
+            self.uses[pool].add(1, now)
         reach = len(self.places(pool)) + self.free_bytes // pool[1]
         if kind is Kind.DIRTY and self.count(pool, Kind.DIRTY) >= max(2, math.ceil(self.dirty * reach)):
             return Code.WRITE_BUDGET
@@ -162,18 +188,16 @@ class StoreModel:
             self._grow(pool)
         if self.free(pool):
             return None
-        budget = max(2, math.ceil(self.cached * len(self.places(pool))))
-        cached = self.count(pool, Kind.CACHED)
-        spares_cached = {Kind.CACHED: cached < budget, Kind.PRIMARY: cached <= budget}.get(kind, False)
-        victims = [Kind.PRIMARY, Kind.CACHED] if spares_cached else [Kind.CACHED, Kind.PRIMARY]
-        for victim in (self._next_victim(pool, kind, now) for kind in victims):
-            if victim is not None:
-                if kind is victim.kind is Kind.PRIMARY and not self.order_of(pool, kind).admits(key, NO_HINTS, now):
-                    self.not_admitted += 1
-                    return Code.NOT_ADMITTED
-                self._evict(victim, now)
-                return victim
-        return Code.NO_SLOT
+        found = [self._next_victim(pool, each, now) for each in (Kind.CACHED, Kind.PRIMARY)]
+        victims = [copy for copy in found if copy is not None]
+        if not victims:
+            return Code.NO_SLOT
+        if kind is Kind.PRIMARY and not self.order_of(pool, kind).admits(key, NO_HINTS, now):
+            self.not_admitted += 1
+            return Code.NOT_ADMITTED
+        victim = min(victims, key=lambda copy: self.rank(copy, now))
+        self._evict(victim, now)
+        return victim
 
     def add(self, copy: Copy) -> None:
         self.index[copy.pool[0], copy.key] = copy
@@ -192,11 +216,15 @@ class StoreModel:
     def become(self, copy: Copy, kind: Kind, now: float) -> None:
         if copy.kind is not kind:
             self._leave(copy, now)
+            if copy.ready and copy.kind is not Kind.DIRTY:
+                self.order_of(copy.pool, copy.kind).forget(copy)
             copy.kind = kind
             if copy.ready:
                 self._enter(copy, now)
 
     def touch(self, prompt: list[Copy], now: float) -> None:
+        if prompt:
+            self.uses[prompt[0].pool].add(len(prompt), now)
         for copy in reversed(prompt):
             if copy.kind is not Kind.DIRTY:
                 if copy.excluded:
@@ -228,6 +256,7 @@ class StoreModel:
         if not self.regions[pool]:
             del self.regions[pool]
             # A later pool with this id starts with fresh orders.
+            self.uses.pop(pool, None)
             self.order = {at: order for at, order in self.order.items() if at[0] != pool}
 
     # -- inside
@@ -264,7 +293,7 @@ class StoreModel:
 
     def _evict(self, copy: Copy, now: float) -> None:
         self.evictions += 1
-        if copy.kind in (Kind.PRIMARY, Kind.CACHED):
+        if copy.kind is Kind.PRIMARY or (copy.kind is Kind.CACHED and copy.source is None):
             self.evicted.append(copy)
         self.discard(copy, now, evicted=True)
 

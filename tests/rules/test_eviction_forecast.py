@@ -12,7 +12,7 @@ import pytest
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import TenantId
-from tokenlake.memory import Budgets, SegmentStore
+from tokenlake.memory import SegmentStore
 from tokenlake.memory.eviction import LeastRecentlyUsed, odds
 from tokenlake.memory.eviction.forecast import Forecast
 from tokenlake.metrics import Counters
@@ -292,7 +292,7 @@ def test_damaged_statistics_change_nothing(damaged: bytes) -> None:
 
 def test_the_model_of_a_pool_that_lost_its_memory() -> None:
     """The model of a pool that lost its memory twice is the last that it learned."""
-    store, red, slot_bytes = SegmentStore(1, 1 << 16, Budgets(), Counters(), policy=Forecast), TenantId("red"), 1024
+    store, red, slot_bytes = SegmentStore(1, 1 << 16, 0.45, Counters(), policy=Forecast), TenantId("red"), 1024
     features = odds.Odds().features(1, SHORT)
 
     def lives(steps: int) -> float:

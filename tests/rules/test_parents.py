@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from tests.profiles import examples
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory import Kind, Segment, SegmentStore
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.memory.pool import MAX_KEPT, SlotPool
 from tokenlake.memory.store import ORPHANED
@@ -43,7 +43,7 @@ class Scene:
 
     def __init__(self, slots: int, make: Callable[[], EvictionPolicy] = Forecast) -> None:
         self.counters = Counters()
-        self.store = SegmentStore(1, slots * SLOT_BYTES, Budgets(), self.counters, make)
+        self.store = SegmentStore(1, slots * SLOT_BYTES, 0.45, self.counters, make)
         self.now = 0.0
 
     def here(self, path: Path) -> Segment | None:
@@ -102,7 +102,7 @@ def test_a_parent_that_came_back_has_its_children() -> None:
 
 def test_memory_that_is_taken_away_counts_apart() -> None:
     counters = Counters()
-    store = SegmentStore(2, 4 * SLOT_BYTES, Budgets(), counters, Forecast)
+    store = SegmentStore(2, 4 * SLOT_BYTES, 0.45, counters, Forecast)
     made: list[Segment] = []
     for depth, path in enumerate(((1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 5))):
         parent = key_of(path[:-1]) if depth else None

@@ -57,11 +57,11 @@ class GenerationNotBumped(SegmentStore):
 class LeaseIgnored(SegmentStore):
     """A leased segment may be the victim, and its slot changes hands at once."""
 
-    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+    def _victim(self, pool: SlotPool, now: float) -> Segment | None:
         leased = (
             s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool == pool.id
         )
-        return super()._victim(pool, kind, now) or next(leased, None)
+        return super()._victim(pool, now) or next(leased, None)
 
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         with hidden_pins(segment):
@@ -100,17 +100,21 @@ class QuarantineNeverFreed(SegmentStore):
 class DirtyEvictable(SegmentStore):
     """A dirty copy is evicted."""
 
-    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+    def _victim(self, pool: SlotPool, now: float) -> Segment | None:
         dirty = (s for s in self.segments() if s.kind is Kind.DIRTY and s.state is State.READY and not s.pins)
-        return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool == pool.id), None)
+        return super()._victim(pool, now) or next((s for s in dirty if s.pool == pool.id), None)
 
 
-class CachedBudgetIgnored(SegmentStore):
-    """A cached copy displaces a primary copy although cached copies are beyond their budget."""
+class CopiesAsLastOnes(SegmentStore):
+    """A copy that another node has too counts as much as the last one."""
 
-    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        victim = pool.victim(Kind.PRIMARY, now) if kind is Kind.CACHED else None
-        return victim or super()._victim(pool, kind, now)
+    def _victim(self, pool: SlotPool, now: float) -> Segment | None:
+        found = [pool.victim(kind, now) for kind in (Kind.CACHED, Kind.PRIMARY)]
+        return min(
+            (each for each in found if each is not None),
+            key=lambda each: pool.orders[each.kind].rank(each, now),
+            default=None,
+        )
 
 
 class DirtyBudgetIgnored(SegmentStore):
@@ -138,10 +142,10 @@ class ParentTouchedFirst(SegmentStore):
 
 
 class PrimariesEvictedFirst(SegmentStore):
-    """A write evicts a primary copy while a cached one is there."""
+    """A primary copy leaves while a cached one of less value is there."""
 
-    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        return super()._victim(pool, Kind.CACHED, now) or super()._victim(pool, kind, now)
+    def _victim(self, pool: SlotPool, now: float) -> Segment | None:
+        return pool.victim(Kind.PRIMARY, now) or super()._victim(pool, now)
 
 
 class TenantDropped(SegmentStore):
@@ -157,7 +161,7 @@ PLANTED: dict[type[SegmentStore], str] = {
     QuarantineFreedAtOnce: "quarantines counted|free slots of|handed out a slot of",
     QuarantineNeverFreed: "free slots of|quarantine is not empty",
     DirtyEvictable: "must come to <Code.NO_SLOT",
-    CachedBudgetIgnored: r"handed out a slot of|= len\(",
+    CopiesAsLastOnes: r"handed out a slot of|= len\(",
     DirtyBudgetIgnored: "must come to <Code.WRITE_BUDGET|came to <Code.NO_SLOT",
     ParentTouchedFirst: "next .* victim of|handed out a slot of",
     PrimariesEvictedFirst: "handed out a slot of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory import Kind, Segment, SegmentStore
 from tokenlake.memory.region_allocator import RegionAllocator
 from tokenlake.metrics import Counters
 from tokenlake.wire.codes import Code
@@ -13,7 +13,7 @@ SLOT_BYTES, PER_REGION = 1024, 4
 
 
 def store_of(regions: int, quotas: dict[str, float]) -> SegmentStore:
-    return SegmentStore(regions, PER_REGION * SLOT_BYTES, Budgets(), Counters(), quotas=quotas)
+    return SegmentStore(regions, PER_REGION * SLOT_BYTES, 0.45, Counters(), quotas=quotas)
 
 
 def fill(store: SegmentStore, tenant: TenantId, count: int, kind: Kind = Kind.PRIMARY, size: int = SLOT_BYTES) -> Code:

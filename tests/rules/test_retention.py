@@ -6,7 +6,7 @@ import random
 
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, Segment, SegmentStore
+from tokenlake.memory import Kind, Segment, SegmentStore
 from tokenlake.memory.eviction import Forecast
 from tokenlake.memory.eviction.forecast import HIGH_SHARE
 from tokenlake.memory.eviction.records import HIGH_S, Tier
@@ -23,7 +23,7 @@ class Scene:
     """A store of one region, and primary copies by number."""
 
     def __init__(self, slots: int = SLOTS) -> None:
-        self.store = SegmentStore(1, slots * SLOT_BYTES, Budgets(), Counters(), Forecast)
+        self.store = SegmentStore(1, slots * SLOT_BYTES, 0.45, Counters(), Forecast)
         self.segments: dict[int, Segment] = {}
 
     def add(self, number: int, now: float, hints: Hints = NO_HINTS, kind: Kind = Kind.PRIMARY) -> Segment:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, Cursor, Kind, Segment, SegmentStore
+from tokenlake.memory import Cursor, Kind, Segment, SegmentStore
 from tokenlake.memory.store import RECLAIM_EVICTIONS
 from tokenlake.metrics import Counters
 
@@ -17,7 +17,7 @@ REGIONS, PER_REGION = 3, 7
 
 
 def store_of(regions: int, per_region: int) -> SegmentStore:
-    return SegmentStore(regions, per_region * SLOT_BYTES, Budgets(), Counters())
+    return SegmentStore(regions, per_region * SLOT_BYTES, 0.45, Counters())
 
 
 def add(store: SegmentStore, number: int, kind: Kind = Kind.PRIMARY) -> Segment:

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.profiles import examples
 from tests.rules.store_model import Copy, LruModel, Place, Pool, StoreModel
 from tests.rules.test_slot_table import add, store_of
-from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, Kind, Segment, SegmentStore, State
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.eviction import Forecast, LeastRecentlyUsed
 from tokenlake.memory.store import EVICTED, NOT_ADMITTED, QUARANTINED
 from tokenlake.memory.vacancy import MAX_VICTIM_SCAN
@@ -59,16 +59,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     make_store: ClassVar[Callable[..., SegmentStore]] = SegmentStore
     policy: ClassVar[Callable[[], Any]] = LruModel
-    """Orders the primary copies of the model. The store uses the same policy, or LRU for its model."""
+    """Orders the copies of the model. The store uses the same policy, or LRU for its model."""
 
-    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), cached=shares, dirty=shares)
-    def start(self, regions: int, slots: int, cached: float, dirty: float) -> None:
+    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), dirty=shares)
+    def start(self, regions: int, slots: int, dirty: float) -> None:
         self.counters = Counters()
-        budgets = Budgets(cached, dirty)
         store, model = type(self).make_store, type(self).policy
         policy = LeastRecentlyUsed if model is LruModel else model
-        self.store = store(regions, slots * SMALL, budgets, self.counters, policy)
-        self.model = StoreModel(regions, slots * SMALL, cached, dirty, model)
+        self.store = store(regions, slots * SMALL, dirty, self.counters, policy)
+        self.model = StoreModel(regions, slots * SMALL, dirty, model)
         self.real: dict[Copy, Segment] = {}
         self.told: list[Segment] = []
         """Copies that left and that a directory node may name."""
@@ -199,7 +198,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.now += 1
         name = SegmentKey(bytes([key]) * 32)
         expected = self.model.admit(pool, kind, key, self.now)
-        result = self.store.reserve(TenantId(tenant), size, name, kind, key, self.now)
+        source = NodeId("n1") if kind is Kind.CACHED and key % 2 else None
+        result = self.store.reserve(TenantId(tenant), size, name, kind, key, self.now, source=source)
         if isinstance(expected, Code) or isinstance(result, Code):
             assert result == expected, f"reserving came to {result!r}, must come to {expected!r}"
             return None
@@ -213,6 +213,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.stamps[place] = result.place.generation
         self.written += 1
         copy = Copy(pool, key, kind, place, result.place.generation, self.written, self.now, pins=[WRITER])
+        copy.source = source
         self.model.add(copy)
         self.real[copy] = result
         return copy
@@ -321,6 +322,6 @@ def test_vacancy_counts_time_since_the_last_call() -> None:
     """Two segments of a forecast, and a second without a call: one reaches the next bucket of age, and the other
     becomes the next victim."""
     machine = ForecastMachine()
-    machine.start(regions=1, slots=2, cached=0.1, dirty=0.1)
+    machine.start(regions=1, slots=2, dirty=0.1)
     machine.arrive(pool=("a", SMALL), first=0, count=2, kind=Kind.PRIMARY, owner=None)
     machine.vacancy()

@@ -33,7 +33,7 @@ ATTEMPTS = 5
 @contextlib.contextmanager
 def two(directory: Path, hosts: list[str], *, encrypted: bool, network: Network | None = None) -> Iterator[Cluster]:
     """Two nodes, each with a further address at one of these hosts."""
-    settings = {"match_deadline_ms": "2000", "cached_share": "0.5"}
+    settings = {"match_deadline_ms": "2000"}
     cluster = Cluster(2, "96MiB", "32MiB", None, "tokenlake_server", network, **settings)
     cluster.deadlines = PATIENT
     authority = certified.authority(directory / "ca")

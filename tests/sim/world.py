@@ -19,7 +19,6 @@ SHORT_RULES = {
     "peer_lease_s": 1.0,
     "sync_grace_s": 0.6,
     "dirty_share": 0.4,
-    "cached_share": 0.2,
     "session_reserve_share": 0.6,
     "previous_ring_s": 1.2,
     "drain_s": 2.0,

@@ -167,8 +167,8 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
             raise refuse("kv_events", f"an 'endpoint' of its own for each stream, because {path} is given twice")
         if len(path.encode(errors="surrogateescape")) > MAX_SOCKET_PATH:
             raise refuse("kv_events", f"an 'endpoint' of at most {MAX_SOCKET_PATH} bytes, which {path} has not")
-    if config.cached_share + config.dirty_share > 0.95 + 1e-9:
-        raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
+    if config.dirty_share > 0.95:
+        raise refuse("dirty_share", "at most 0.95: the rest is for segments that can be read")
     own = parse_address(config.advertise or config.listen)
     if config.etcd and own.host in ("0.0.0.0", "::"):
         raise refuse("advertise", f"the address at which other nodes reach this one, which is not {own.host}")

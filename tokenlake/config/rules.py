@@ -36,15 +36,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="longer than the prefill of a long prompt",
         ),
     ] = 30.0
-    cached_share: Annotated[
-        Share,
-        Setting(
-            "share up to which cached copies may displace primary copies; above it they may only while all cached "
-            "copies are in use",
-            why="enough for the segments that an engine reads and writes at a time; each further cached copy takes the "
-            "slot of a primary copy",
-        ),
-    ] = 0.03
     dirty_share: Annotated[
         Share,
         Setting(

@@ -16,7 +16,7 @@ from tokenlake.directory.ring_record import UNIT_SHARE, Member, RingRecord
 from tokenlake.disk.tier import DiskTier
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.memory import Budgets, Segment, SegmentStore, State
+from tokenlake.memory import Segment, SegmentStore, State
 from tokenlake.memory.eviction import Forecast
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
@@ -120,7 +120,7 @@ class Context:
         self.store = SegmentStore(
             config.regions,
             config.region_bytes,
-            Budgets(cached=config.cached_share, dirty=config.dirty_share),
+            config.dirty_share,
             self.counters,
             policy=Forecast,
             quotas=config.quotas,

@@ -184,12 +184,8 @@ class Disk(Part):
         yield from list(islice(pool.primary, ahead))
 
     def _value(self, pool: SlotPool, segment: Segment) -> float:
-        """The retention value of a segment: that of the policy, which does not order cached copies."""
-        if segment.kind is Kind.PRIMARY:
-            return pool.primary.retention_value(segment, self._context.now)
-        if segment.hints.priority < 0:
-            return 0.0
-        return self._tier.value(segment, self._context.store.accesses(segment), self._context.now)
+        """The retention value of a READY segment that this node owns."""
+        return pool.orders[segment.kind].retention_value(segment, self._context.now)
 
     def _write(self, segments: Iterable[Segment]) -> None:
         """Write segments whose entries have just been made."""

@@ -21,7 +21,6 @@ from tokenlake.disk.notes import Note
 from tokenlake.disk.places import Place, slab_bytes
 from tokenlake.disk.slab import Device, Slab, SlabUse
 from tokenlake.disk.space import Shrinks
-from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import PoolId, Segment
 from tokenlake.memory.eviction.odds import EDGES, Odds
@@ -60,14 +59,6 @@ class DiskTier(Entries):
         """Returns the slabs that became shorter since the last call."""
         trimmed, self._trimmed = list(self._trimmed.values()), {}
         return trimmed
-
-    def value(self, segment: Segment, accesses: int, now: float) -> float:
-        """The retention value of a segment by the model of re-use, in accesses per second."""
-        return self._value(segment.pool, accesses, segment.hints, now - segment.touched)
-
-    def _value(self, pool: PoolId, accesses: int, hints: Hints, unused_s: float) -> float:
-        odds = self._odds(pool)
-        return odds.retention_value(odds.features(accesses, hints))[bisect_right(EDGES, max(0.0, unused_s)) - 1]
 
     # -- writing
 
@@ -142,7 +133,9 @@ class DiskTier(Entries):
 
     def _value_on_disk(self, slab: Slab, entry: int, now: float) -> float:
         note, unused_s = self.note(entry), now - self._index.accessed[entry]
-        return self._value(PoolId(slab.tenant, slab.slot_bytes), note.accesses, note.hints, unused_s)
+        odds = self._odds(PoolId(slab.tenant, slab.slot_bytes))
+        values = odds.retention_value(odds.features(note.accesses, note.hints))
+        return values[bisect_right(EDGES, max(0.0, unused_s)) - 1]
 
     def _write(self, slab: Slab, segment: Segment, accesses: int, victim: int | None, now: float) -> int:
         if victim is not None:

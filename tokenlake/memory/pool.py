@@ -7,8 +7,6 @@ import itertools
 import math
 from collections.abc import Callable
 
-import msgspec
-
 from tokenlake.identity import SegmentKey
 from tokenlake.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.memory.segment import Kind, PoolId, Segment, State
@@ -26,43 +24,36 @@ MAX_CHILDREN = 64
 """Maximum number of children of a segment among which the one that stays longest is looked for."""
 
 
-class Budgets(msgspec.Struct, frozen=True):
-    """Shares of a pool's slots, 0 to 1, for two kinds of segments. Each share is at least two slots, so that a tiny
-    arena works."""
-
-    cached: float = 0.10
-    """Share of the slots up to which cached copies may displace primary copies. Beyond it they may only use free slots,
-    or displace primary copies while all cached copies are pinned."""
-    dirty: float = 0.45
-    """Maximum share of the slots for segments that engines are writing."""
+COPY_LOSS = 0.03
+"""Cost of the loss of a copy that another node or the disk has too, as a share of the cost of the loss of the last one:
+the time in which a segment is fetched, of the time in which it is computed (docs/decisions/030)."""
+LEAST_USES = 0.025
+"""Value of such a copy, as a share of the uses of a mean slot of the pool, below which it leaves before all last
+copies. The forecast is too low for segments that are kept for minutes, until the model has seen many of them."""
 
 
 class SlotPool:
     """The slots of one tenant and one slot size. Only `SegmentStore` changes it; `primary` also learns from the core
     of segments that come back from disk."""
 
-    def __init__(self, pool: PoolId, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
-        """`policy`: makes the eviction policy of the primary copies."""
+    def __init__(self, pool: PoolId, dirty_share: float, policy: Callable[[], EvictionPolicy]):
+        """`dirty_share`: maximum share of the slots, at least two, for segments that engines are writing. `policy`:
+        makes the eviction policies of the cached and of the primary copies."""
         self.id = pool
         self.tenant, self.slot_bytes = pool
         self.used = -math.inf
         """Time in seconds at which an engine of this node last read or wrote a segment of the pool."""
         self._uses = Rate(USE_HALF_LIFE_S)
-        self.budgets = budgets
+        self._dirty_share = dirty_share
         self.regions: list[int] = []
-        self.slots = self.cached_slots = self.dirty_slots = 0
-        """Number of its slots, and how many of them the budgets allow for cached copies and for segments being
-        written."""
+        self.slots = self.dirty_slots = 0
+        """Number of its slots, and how many of them segments that are being written may have."""
         self.free: list[tuple[int, int]] = []
         """Free slots as (region, slot); the last one is used next."""
         self.primary = policy()
         """The order in which primary copies are evicted."""
         # Lists by kind: hashing an enum member for a dict runs Python code, and this is the hot path.
-        self.orders: list[EvictionPolicy] = [
-            LeastRecentlyUsed(),
-            LeastRecentlyUsed(),
-            self.primary,
-        ]
+        self.orders: list[EvictionPolicy] = [LeastRecentlyUsed(), policy(), self.primary]
         """For each kind, the order in which its READY segments are evicted, without the segments that are excluded from
         it. Segments that were just written are in an order until their kind is decided, but are never evicted from
         it."""
@@ -106,10 +97,8 @@ class SlotPool:
 
     def _resize(self, more: int) -> None:
         self.slots += more
-        self.cached_slots, self.dirty_slots = (
-            _share(self.budgets.cached, self.slots),
-            _share(self.budgets.dirty, self.slots),
-        )
+        self.dirty_slots = _share(self._dirty_share, self.slots)
+        # The order of cached copies keeps its least limit of high priority: copies do not outlive last ones by it.
         self.primary.resize(self.slots)
 
     def drop_region(self, region: int) -> None:
@@ -126,7 +115,7 @@ class SlotPool:
         """Returns True if the budget of segments being written has room for another one. `more`: the slots that the
         pool can still get, which count too."""
         dirty = self.counts[Kind.DIRTY]
-        return dirty < self.dirty_slots or dirty < _share(self.budgets.dirty, self.slots + more)
+        return dirty < self.dirty_slots or dirty < _share(self._dirty_share, self.slots + more)
 
     def victim(self, kind: Kind, now: float) -> Segment | None:
         """Returns the unpinned segment of `kind` to evict next, None if all are pinned. Pinned segments before it are
@@ -179,6 +168,29 @@ class SlotPool:
             del siblings[segment]
             if not siblings:
                 del self.children[segment.parent]
+
+    def move(self, segment: Segment, kind: Kind, now: float) -> None:
+        """Change the kind of a segment."""
+        ready = segment.state is State.READY
+        if ready:
+            self.leave(segment, now)
+            self.orders[segment.kind].forget(segment)
+        self.counts[segment.kind] -= 1
+        segment.kind = kind
+        self.counts[kind] += 1
+        if ready:
+            self.enter(segment, now)
+
+    def rank(self, segment: Segment, now: float) -> tuple[int, float, float]:
+        """Returns a rank by which READY cached and primary copies in order can be compared: those of a lower rank leave
+        first. The value of a copy that another node or the disk has too counts `COPY_LOSS` times, and nothing below
+        `LEAST_USES`."""
+        tier, value, touched = self.orders[segment.kind].rank(segment, now)
+        if segment.elsewhere:
+            value *= COPY_LOSS
+            if value * self.turnover_s(now) < LEAST_USES:
+                value = 0.0
+        return tier, value, touched
 
     def readmit(self, segment: Segment) -> None:
         """Put an excluded segment back in order: its last pin went, or it was touched."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenlake.identity import SegmentKey, TenantId
 
 POLICY_RULE = "least retention value"
-CACHED_RULE = "least recently used of the cached copies"
+CACHED_RULE = "least retention value of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
 NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
 DISK_RULE = "the disk needed its place"

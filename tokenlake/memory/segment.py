@@ -13,8 +13,8 @@ quarantine: a process may still read or write the slot, so the slot gets no othe
 |---|---|---|---|---|
 | DIRTY | None | a local engine writes it | not yet | never |
 | PRIMARY | None | the primary copy | yes | by the policy |
-| CACHED | None | a copy that the policy did not admit: no other node has one that it owns | yes | first |
-| CACHED | a node | a cached copy that came from that node, mostly the owner | no | first |
+| CACHED | None | a copy that the policy did not admit: no other node has one that it owns | yes | by the policy |
+| CACHED | a node | a cached copy that came from that node, mostly the owner | no | by the policy, at less value |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     DIRTY = 0
     """A local engine is writing the segment, which is never evicted."""
     CACHED = 1
-    """A copy that is kept because a local engine wrote or fetched it; evicted first."""
+    """A copy that is kept because a local engine wrote or fetched it."""
     PRIMARY = 2
     """A copy of the owner that the policy admitted; evicted in the order of the policy."""
 
@@ -135,6 +135,12 @@ class Segment:
     def owns(self) -> bool:
         """True for the copy of the owner, admitted or not, whatever its state."""
         return self.kind is Kind.PRIMARY or (self.kind is Kind.CACHED and self.source is None)
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if another node or the disk has the segment too, as far as this node knows: a reader fetches it from
+        there after the copy here has left."""
+        return self.source is not None or self.disk >= 0
 
     @property
     def owned(self) -> bool:

@@ -12,7 +12,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory.changes import ChangeLog
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
 from tokenlake.memory.models import Models
-from tokenlake.memory.pool import Budgets, SlotPool
+from tokenlake.memory.pool import SlotPool
 from tokenlake.memory.region import RegionShape, stride_of
 from tokenlake.memory.region_allocator import RegionAllocator
 from tokenlake.memory.removals import (
@@ -72,15 +72,15 @@ class SegmentStore:
         self,
         regions: int,
         region_bytes: int,
-        budgets: Budgets,
+        dirty_share: float,
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         quotas: Mapping[str, float] = MappingProxyType({}),
         *,
         made: bool = True,
     ) -> None:
-        """`regions`, `region_bytes`, `quotas`, `made`: as of `RegionAllocator`. `policy`: makes the policy of eviction
-        of each pool."""
+        """`regions`, `region_bytes`, `quotas`, `made`: as of `RegionAllocator`. `dirty_share`, `policy`: as
+        of `SlotPool`."""
         self.regions = RegionAllocator(regions, region_bytes, quotas, made=made)
         """The memory of each tenant. Of other modules only `core.regions` changes it."""
         self.arrivals = 0
@@ -99,7 +99,7 @@ class SegmentStore:
         self._opened: list[tuple[int, int, int]] = []
         self._reissued: list[bytes] = []
         self._counters = counters
-        self._budgets = budgets
+        self._dirty_share = dirty_share
         self._policy = policy
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[PoolId, SlotPool] = {}
@@ -149,9 +149,10 @@ class SegmentStore:
         if pool is None:
             if self.regions.fits(tenant, slot_bytes) is None:
                 return None
-            pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
-            if pool.primary.odds is not None:
-                pool.primary.odds = self.models.of(at)
+            pool = self._pools[at] = SlotPool(at, self._dirty_share, self._policy)
+            for order in pool.orders:
+                if order.odds is not None:
+                    order.odds = self.models.of(at)
             self._grow(pool)
         return pool
 
@@ -208,12 +209,9 @@ class SegmentStore:
         are committed one by one (`commit_shards`). `for_peer`: another node waits for the segment, so that it does not
         count as use of this node's engines.
 
-        The key must not be indexed. Victims are primary copies whose time to live has passed; then cached copies, for a
-        segment that an engine writes (DIRTY) all of them, for others those beyond their budget; then primary copies
-        that are on disk too; then primary copies by policy. A cached copy within the budget takes the slot of a primary
-        copy first, so that the budget can fill; beyond the budget, only when all cached copies are pinned, so that the
-        leased part of a prompt does not keep the rest of it from being read
-        (test_a_cached_tail_leaves_room_for_its_head).
+        The key must not be indexed. The victim is the unpinned segment whose loss costs least (`SlotPool.rank`): one
+        whose time to live has passed, or the one of the least retention value, where the value of a cached copy and of
+        a primary copy that is on disk too counts less.
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
@@ -236,12 +234,12 @@ class SegmentStore:
         # Mostly one eviction is enough; the slot of a segment in a region that is being given away does not become
         # free.
         while not pool.free:
-            victim = self._victim(pool, kind, now)
+            victim = self._victim(pool, now)
             if victim is None:
                 return self.refusal(tenant, slot_bytes, Code.NO_SLOT)
-            # The kind is PRIMARY for segments that another node hands over: they take the slot of a primary copy only
-            # if the policy values them more. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
-            if kind is victim.kind is _PRIMARY and not self._admits(pool, key, hints, now):
+            # The kind is PRIMARY for segments that another node hands over: they take a slot only if the policy values
+            # them more than its next victim. Writes (DIRTY) and reads (CACHED) of engines need a slot in any case.
+            if kind is _PRIMARY and not self._admits(pool, key, hints, now):
                 return Code.NOT_ADMITTED
             self._evict(victim, now)
         segment = Segment(pool.id, key, self._slots.next_generation(*pool.free.pop()), kind, depth, now)
@@ -330,14 +328,7 @@ class SegmentStore:
         """Change the kind of an indexed segment."""
         if segment.kind is kind:
             return
-        pool = self._pools[segment.pool]
-        if segment.state is _READY:
-            pool.leave(segment, now)
-        pool.counts[segment.kind] -= 1
-        segment.kind = kind
-        pool.counts[kind] += 1
-        if segment.state is _READY:
-            pool.enter(segment, now)
+        self._pools[segment.pool].move(segment, kind, now)
 
     def own(self, segment: Segment) -> None:
         """This node owns a segment from now on. Its kind stays."""
@@ -539,21 +530,14 @@ class SegmentStore:
             self.removals.add(pool.tenant, key, now, NOT_ADMITTED_RULE)
         return admitted
 
-    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        """Returns the segment to evict for a new one of `kind`; None when all are pinned.
-
-        A new primary copy displaces a cached one only where these are beyond their budget: else the segments that other
-        nodes hand over would evict those that the engines of this node read.
-        """
-        room = pool.cached_slots - pool.counts[_CACHED]
-        keep_cached = room > 0 if kind is _CACHED else room >= 0 and kind is _PRIMARY
-        expired = pool.primary.expired(now)
-        for victims in (_PRIMARY, _CACHED) if keep_cached or expired else (_CACHED, _PRIMARY):
-            on_disk = self.spare(*pool.id) if victims is _PRIMARY and not expired else None
-            victim = on_disk or pool.victim(victims, now)
-            if victim is not None:
-                return victim
-        return None
+    def _victim(self, pool: SlotPool, now: float) -> Segment | None:
+        """Returns the segment to evict next, of the cached and of the primary copies; None when all are pinned."""
+        cached = pool.victim(_CACHED, now)
+        on_disk = None if pool.primary.expired(now) else self.spare(*pool.id)
+        primary = on_disk or pool.victim(_PRIMARY, now)
+        if cached is None or primary is None:
+            return cached or primary
+        return min(cached, primary, key=lambda segment: pool.rank(segment, now))
 
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         """Evict a segment for want of memory, and log why. `rule`: the reason, if it is not the order of eviction."""
@@ -573,8 +557,9 @@ class SegmentStore:
             segments = [s for s in self.segments() if s.pool == at]
             gone = [s for s in self._quarantine.values() if s.pool == at]
             pool.check_integrity(segments, gone)
-            if isinstance(pool.primary, Forecast):
-                pool.primary.check_integrity()
+            for order in pool.orders:
+                if isinstance(order, Forecast):
+                    order.check_integrity()
         for tenant, index in self._index.items():
             for key, segment in index.items():
                 assert (segment.tenant, segment.key) == (tenant, key)

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from tokenlake.config import ServerConfig
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_robin, private_routed
@@ -33,7 +32,6 @@ from tokenlake_testing.cluster import Cluster
 CONTROLS = 12
 """Number of requests that are repeated with wrong bytes, to check that a wrong cache changes the tokens."""
 WINDOW = 32
-CACHED_SHARE = ServerConfig().cached_share
 VICTIM = 0
 """Number of the engine whose daemon is killed; the daemon's node has the same number."""
 SHIP_MEMORY = "128MiB"
@@ -138,8 +136,7 @@ class _Demo:
         return Cluster(NODES, str(self.plan.size.memory), str(self.plan.size.memory))
 
     def _attach(self, cluster: Cluster, mode: str = "fetch", *, corrupt: bool = False) -> None:
-        # An engine fetches at most as many segments at a time as a node keeps as cached copies.
-        window = max(1, min(WINDOW, int(CACHED_SHARE * self.plan.size.node_segments)))
+        window = self.plan.size.window(WINDOW)
         for engine, node in zip(self.engines, cluster.nodes, strict=False):
             engine.attach(node.socket, window, mode, corrupt=corrupt)
 

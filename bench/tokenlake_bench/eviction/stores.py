@@ -21,14 +21,12 @@ from tokenlake.core.engines.access import access_after, with_access
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
+from tokenlake.memory import EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.metrics import Counters
 from tokenlake_bench.baselines import Accesses, Prompt
 
 _TENANT = TenantId("study")
 _SLOT_BYTES = 64
-_BUDGETS = Budgets(cached=RuleSettings().cached_share)
-"""The shares of a store's slots that cached copies and segments being written may take, with a daemon's defaults."""
 
 
 class StudiedStore:
@@ -37,7 +35,7 @@ class StudiedStore:
 
     def __init__(self, accesses: Accesses, capacity_tokens: int, policy: Callable[[], EvictionPolicy]) -> None:
         slots = check_capacity(accesses, capacity_tokens)
-        self.store = SegmentStore(1, slots * _SLOT_BYTES, _BUDGETS, Counters(), policy)
+        self.store = SegmentStore(1, slots * _SLOT_BYTES, RuleSettings().dirty_share, Counters(), policy)
         self._parents = _parents(accesses)
         self._keys = [_key(segment) for segment in range(len(self._parents))]
 

@@ -29,6 +29,11 @@ SWARM_TOKENS, SWARM_OWN_TOKENS, SWARM_ANSWER_TOKENS = 16_384, 3_072, 200
 """Number of tokens of the prefix that the requests of a swarm share, maximum number of tokens of each behind it, and
 number of tokens of each answer."""
 
+FLASH_TOKENS, FLASH_SHARE = 6_144, 0.3
+"""Number of tokens of the prefix of a flash crowd, and share of the requests that begin with it."""
+_FLASH = 1 << 59
+"""Offset that keeps the segment numbers of a flash crowd (`with_flash`) apart from all others."""
+
 
 class Arrival(NamedTuple):
     """One request to a simulated engine."""
@@ -155,6 +160,19 @@ def with_swarms(arrivals: Sequence[Arrival], size: int, segment_tokens: int, see
         heapq.merge(own, added, key=lambda copied: copied.arrival.at_s),
         {arrival.follows for arrival in arrivals if arrival.follows is not None},
     )
+
+
+def with_flash(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
+    """Turn a share of the requests into a flash crowd: from `from_s` on, `FLASH_SHARE` of them, drawn by `seed`, begin
+    with one new prefix of `FLASH_TOKENS`, behind which their segments are new as well."""
+    draw = random.Random(seed)
+    prefix = _FLASH + np.arange(FLASH_TOKENS // segment_tokens, dtype=np.int64)
+    for arrival in arrivals:
+        if arrival.at_s >= from_s and draw.random() < FLASH_SHARE:
+            chain = np.concatenate([prefix, arrival.chain + _FLASH + _COPY])
+            yield arrival._replace(tokens=arrival.tokens + len(prefix) * segment_tokens, chain=chain)
+        else:
+            yield arrival
 
 
 def _swarms(arrivals: Sequence[Arrival], size: int, segment_tokens: int, seed: int) -> Iterator[Arrival]:

@@ -10,6 +10,7 @@ from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S, SendLog
+from tokenlake_bench.live_client import WINDOW
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.network import Network
@@ -70,9 +71,7 @@ class SimulatedCluster:
             for other in self.nodes:
                 if other is not node:
                     node.deliver(events.PeerUp(other.name, 1))
-        share = self.nodes[0].core.config.cached_share
-        # Fetched segments become cached copies, so a read takes at most as many segments as a node may keep of these.
-        window = int(share * self.size.node_segments)
+        window = self.size.window(WINDOW)
         self._engine: Callable[[SimNode], SimulatedEngine] = lambda node: engine(node, options, window, finished)
         self.engines = [self._engine(node) for node in self.nodes]
         self.routing = 0

@@ -25,6 +25,7 @@ class Study:
     rows: dict[str, SystemRow] = field(default_factory=dict)
     figures: dict[str, Any] | None = None
     """Those of the first form of the pool."""
+    flash: tuple[float, int] | None = None
     complete: bool = False
 
     def run(self) -> SimulatedResult | None:
@@ -48,7 +49,10 @@ class Study:
                         run.run(arrivals, lambda done, bar=bar: bar.update(done, ""))  # type: ignore[misc]
                 finally:
                     if run.answers:
-                        self.figures = self.figures or figures_of(run)
+                        if self.figures is None:
+                            self.figures = figures_of(run)
+                            if arguments.flash_at is not None:
+                                self.flash = run.simulation.cluster.sent.busiest(arguments.flash_at)
                         self._done(pool.name, run.row())
             accesses = accesses_of(arrivals, arguments.size[1])
             for system in systems:
@@ -78,6 +82,7 @@ class Study:
             systems=dict(self.rows),
             engine_cache_tokens=self.arguments.engine_cache_tokens,
             disk_tokens=self.arguments.disk_tokens,
+            flash_busiest=self.flash,
             complete=self.complete,
         )
         write_json(result, self.arguments.json_file)

@@ -66,7 +66,7 @@ class SimulatedEngine:
         self._node = node
         self._clock = node.clock
         self._options = options
-        self._window = max(1, min(WINDOW, window))
+        self._window = window
         self._finished = finished
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Steps] = {}

@@ -26,8 +26,9 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     instance is `gpus` GPUs; `engine_cache_tokens` is the length of its GPU cache, None where `capacity_tokens` is all
     memory for caches; `disk_tokens` are those that the pool's disks hold, None without disks. `rate`: arriving requests
     per second. `messages_per_request`: frames between nodes of the pool. `read_s`: median and 99th percentile of the
-    seconds from the match to the last byte of the prefix, over the requests that read something. `complete`: the run
-    was not interrupted.
+    seconds from the match to the last byte of the prefix, over the requests that read something. `flash_busiest`:
+    the load of the busiest node in the 10 s that begin with the flash crowd, divided by the mean and in bytes; None
+    without one. `complete`: the run was not interrupted.
     """
 
     duplication: float
@@ -44,6 +45,7 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     messages_per_request: float
     read_s: tuple[float, float]
     processor_s: float
+    flash_busiest: tuple[float, int] | None = None
     complete: bool
 
 
@@ -108,6 +110,15 @@ def pool_table(result: SimulatedResult, workload: str) -> Table:
             ("prompts longer than a node's memory", f"{long.prompts:,}, {format_share(long.token_share)} of the tokens")
         ]
     )
+    busiest = result.flash_busiest
+    flash = (
+        []
+        if busiest is None
+        else [
+            ("the same in the first 10 s of the flash crowd", format_ratio(busiest[0])),
+            ("bytes sent by the busiest node in them", format_bytes(busiest[1])),
+        ]
+    )
     return table(
         f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}",
         (),
@@ -118,6 +129,7 @@ def pool_table(result: SimulatedResult, workload: str) -> Table:
             *longer,
             ("hits from another node", format_share(result.remote_share)),
             ("load max / mean", format_ratio(result.load_max_over_mean)),
+            *flash,
             *disks,
             ("time to read a prefix, p50 / p99", " / ".join(map(format_duration, result.read_s))),
             ("messages between nodes per request", f"{result.messages_per_request:.1f}"),

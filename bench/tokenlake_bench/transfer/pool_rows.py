@@ -20,12 +20,14 @@ from tokenlake_bench import sizing
 from tokenlake_bench.daemons import PATIENT
 from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Size
 from tokenlake_bench.transfer.windows import Windows, keys_of
-from tokenlake_client import Lease, Pool
+from tokenlake_client import Lease, MatchOptions, Pool
 from tokenlake_testing.cluster import Cluster
 
 T = TypeVar("T")
 
 OVER = Hints(Outlook.OVER)
+LOW = MatchOptions(hints=Hints(priority=-1))
+"""Options of reads at the other node: their copies leave in the order of last use, a whole window after the other."""
 """The hint on segments that are not read again: they leave before those that are, whatever the policy learns."""
 
 HEADER = 1 << 20
@@ -36,9 +38,6 @@ moves one): `WINDOWS` that are read, as many for the measured stores, and 2 spar
 READER_WINDOWS = 5
 """Size of the memory of the node that reads, in windows: so few that a fetched window is evicted before it is read
 again."""
-READER_CACHED = "0.45"
-"""With the default share the reader would keep no cached copies once primary copies fill its memory, and every
-repetition reads cached copies."""
 
 PROMPT_TOKENS = 32_768
 VOCABULARY = 128_256
@@ -82,7 +81,7 @@ class PoolRows:
         region = self._size.window_bytes + HEADER
         cluster = Cluster(nodes, str(STORED_WINDOWS * region), str(region), **PATIENT)
         if nodes > 1:
-            cluster.nodes[0].settings |= {"memory": str(READER_WINDOWS * region), "cached-share": READER_CACHED}
+            cluster.nodes[0].settings |= {"memory": str(READER_WINDOWS * region)}
         return self._open.enter_context(cluster)
 
     def _start(self) -> None:
@@ -102,7 +101,7 @@ class PoolRows:
             self._prepare(writer, keys, number)
         # Every window (set of segments) is fetched once, so that the reader's memory is mapped before the clock runs.
         for keys in self._sets:
-            with self._reader.match(keys, deadline_s=MATCH_S) as lease:
+            with self._reader.match(keys, LOW, deadline_s=MATCH_S) as lease:
                 lease.fetch(deadline_s=FETCH_S)
 
     def _row_methods(self) -> dict[str, Callable[[int], list[float]]]:
@@ -211,14 +210,14 @@ class PoolRows:
         window = self._remote_window(turn)
         taken = self._fetch(window, 0, 1)
         # The other segments of the set are fetched, too, so that each set (window) is cached and evicted as a whole.
-        with self._reader.match(self._sets[window], deadline_s=MATCH_S) as lease:
+        with self._reader.match(self._sets[window], LOW, deadline_s=MATCH_S) as lease:
             lease.fetch(deadline_s=FETCH_S)
         return taken
 
     def _remote_window(self, turn: int) -> int:
         """The number of a window (set of segments) of which the reader's node has no cached copy."""
         for number in range(turn, turn + WINDOWS):
-            with self._reader.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
+            with self._reader.match(self._sets[number % WINDOWS], LOW, deadline_s=MATCH_S) as lease:
                 if lease.codes.count(Code.REMOTE) == self._size.count:
                     time.sleep(PAUSE_S)
                     return number % WINDOWS
@@ -234,7 +233,7 @@ class PoolRows:
 
 
 def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[np.uint8]]]:
-    lease = pool.match(keys, deadline_s=MATCH_S)
+    lease = pool.match(keys, LOW, deadline_s=MATCH_S)
     return lease, lease.fetch(deadline_s=FETCH_S)
 
 

@@ -124,7 +124,7 @@ def test_a_match_leases_the_copy_of_a_sound_node() -> None:
 
 
 def test_nothing_is_taken_over_from_a_silent_node() -> None:
-    cluster, reader, keys = stored(4, reader=1, cached_share=0.5)
+    cluster, reader, keys = stored(4, reader=1)
     cluster.node(0).silent = True
     assert read(cluster, reader, keys[:1]) == [Code.LOST]
     before = asked_for_segments(cluster, 1)

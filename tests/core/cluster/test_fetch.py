@@ -119,9 +119,9 @@ def test_a_fetch_of_an_unknown_lease_is_lost() -> None:
 
 
 def test_a_cached_tail_leaves_room_for_its_head() -> None:
-    """Cached copies of the prompt's tail fill the budget of cached copies and are leased with the prompt: its head gets
-    slots nevertheless."""
-    cluster = calm(cached_share=0.1)
+    """Cached copies of a prompt's tail are leased with the prompt: its head gets slots nevertheless. Later cached
+    copies take their slots, and that of no primary copy."""
+    cluster = calm()
     writer, reader, others = cluster.join(0), cluster.join(2), cluster.join(2)
     for key in placed(cluster, 2, 0, 30, "others"):
         store(cluster, others, [key])
@@ -132,19 +132,17 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
     release(cluster, reader, tail.lease, 2)
     pool = cluster.core(2).store.pool(*copies(cluster, keys[3])[2].pool)
     assert pool is not None
-    assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.cached_slots)
+    assert not pool.free
 
     whole = match(cluster, reader, keys)
     assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])
     assert fetch(cluster, reader, whole.lease, 4).codes == bytes([Code.LOCAL] * 4)
     release(cluster, reader, whole.lease, 4)
-    # The lease is released: further cached copies take the slots of cached copies beyond the budget, and of no primary
-    # copy.
-    directory_nodes = pool.counts[Kind.PRIMARY]
+    primary = pool.counts[Kind.PRIMARY]
     more = placed(cluster, 1, 0, 2, "more")
     store(cluster, writer, more)
     assert fetch(cluster, reader, match(cluster, reader, more).lease, 2).codes == bytes([Code.LOCAL] * 2)
-    assert (pool.counts[Kind.PRIMARY], pool.counts[Kind.CACHED]) == (directory_nodes, 4)
+    assert pool.counts[Kind.PRIMARY] == primary
     cluster.check()
 
 
@@ -153,7 +151,7 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
 
 def offering() -> tuple[Cluster, Engine, list[SegmentKey]]:
     """A reader at node 0, and eight segments of a writer at node 1, which node 1 may offer to node 0."""
-    rules = {"regions": 10, "dirty_share": 1.0, "session_reserve_share": 1.0, "cached_share": 0.5}
+    rules = {"regions": 10, "dirty_share": 1.0, "session_reserve_share": 1.0}
     cluster = calm(3, **rules)
     reader, writer = cluster.join(0), cluster.join(1)
     cluster.run_for(0.05)

@@ -7,7 +7,7 @@
             --> Offer of the new segments to the emptiest one
                     |  the other node pulls those that its policy admits, owns them, tells their directory nodes
                     v
-                OfferReply: the copies here become cached copies of the new owner, evicted first
+                OfferReply: the copies here become cached copies of the new owner
 
 Engines that compute on some nodes only would else fill the memory of these and leave that of the others unused. Where
 the load is even, hardly anything is handed over. The receiver pulls what it is offered, so that bytes between nodes

@@ -2,11 +2,11 @@
 
 ::
 
-    commit --> the policy admits it?  yes: PRIMARY here   no: CACHED here, evicted first
+    commit --> the policy admits it?  yes: PRIMARY here   no: CACHED here
            --> Owned to the directory node
                    |  another node owns it already
                    v
-               Redundant: CACHED here, evicted first
+               Redundant: CACHED here, of less value
 
 The bytes stay where they were computed. A read at another node fetches a cached copy. Where memory is full and the
 segments that would be evicted have a higher retention value, a new segment becomes a cached copy without another owner:

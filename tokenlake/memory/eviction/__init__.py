@@ -1,5 +1,5 @@
-"""Policies of eviction: which copy leaves first, and which new segment is not admitted. `Forecast` orders primary
-copies, `LeastRecentlyUsed` the others."""
+"""Policies of eviction: which copy leaves first, and which new segment is not admitted. `Forecast` orders cached and
+primary copies, `LeastRecentlyUsed` those that engines write."""
 
 from __future__ import annotations
 

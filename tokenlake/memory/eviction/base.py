@@ -1,6 +1,6 @@
 """The interface of an eviction policy: it orders segments; the store decides when one is evicted, and passes over
-pinned ones. A node has `Forecast` for primary copies and `LeastRecentlyUsed` for the others; `bench eviction` and tests
-put others in the place of `Forecast`."""
+pinned ones. A node has `Forecast` for primary and for cached copies and `LeastRecentlyUsed` for those being written;
+`bench eviction` and tests put others in the place of `Forecast`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ class EvictionPolicy(ABC):
     def __iter__(self) -> Iterator[Segment]:
         """Yields the segments approximately in the order in which they would be evicted, as of the last call that
         passed `now`."""
+
+    def forget(self, segment: Segment) -> None:  # noqa: B027  most policies keep no state of it
+        """Take note that `segment`, which is not in order, enters another order: an access of it there is none here."""
 
     def resize(self, slots: int) -> None:  # noqa: B027  most policies have no limits
         """Set the number of slots in which segments of this order may be."""

@@ -1,7 +1,7 @@
-"""The policy of primary copies, which forecasts re-use. The segments that one request accessed together mostly are
-accessed again together, or not at all. A model (`odds.py`) predicts how soon from the history of the request: how much
-of its prompt was found, which turn of a conversation it is, how long ago the turn before was, how often the segments
-were accessed. Hints of priority and time to live come before the forecast.
+"""The policy of primary and of cached copies, which forecasts re-use. The segments that one request accessed together
+mostly are accessed again together, or not at all. A model (`odds.py`) predicts how soon from the history of the
+request: how much of its prompt was found, which turn of a conversation it is, how long ago the turn before was, how
+often the segments were accessed. Hints of priority and time to live come before the forecast.
 
 ::
 
@@ -88,7 +88,8 @@ class Forecast(EvictionPolicy):
     # -- segments
 
     def insert(self, segment: Segment, now: float) -> None:
-        """At its first insert the segment joins the cohort of the present time, otherwise its earlier one."""
+        """At its first insert, and the first one after `forget`, the segment joins the cohort of the present time,
+        otherwise its earlier one."""
         now = self._advance(now)
         if isinstance(segment.policy_state, Record):
             # Its priority and time to live may have come meanwhile.
@@ -134,6 +135,10 @@ class Forecast(EvictionPolicy):
         record = self._leave(segment)
         if evicted:
             self._add_ghost(segment.key, record, segment.hints, now)
+
+    def forget(self, segment: Segment) -> None:
+        """Its record leaves its cohort and keeps its accesses."""
+        self._leave_cohort(self._record(segment))
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """Admits a segment of high priority, where the next victim is of low priority or its time to live has passed,
