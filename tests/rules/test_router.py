@@ -70,7 +70,7 @@ def test_starts_equal_a_count_segment_by_segment(
         (start,) = made.starts(other, {}, [instance])
         made.sent(other, start)
         if state == "sent":
-            queued[instance] += start.prefill.new
+            queued[instance] += start.prefill.new + 0.1 * start.prefill.prefix
         if state != "finished":
             under_way[other.name] = other, instance
             queued[instance] += ANSWER

@@ -12,7 +12,8 @@ starts after its prefill, and finds its prefix.
 
 The queue is the prompts without a first token and the answers that have not ended. An answer counts as the expected
 number of its tokens until it ends. Without it the queue of an instance whose prompts are cached would stay empty while
-all requests with a common prefix go there, until no further request fits into its batch.
+all requests with a common prefix go there, until no further request fits into its batch. A cached prefix of a prompt
+that waits counts as `HELD_PRICE` of its tokens: where prompts are long, memory admits few of them at a time.
 
 Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. A second copy of a token
 costs `Router.copy_price` times as much as computing it, beside the time that bringing it or computing it again takes:
@@ -42,6 +43,9 @@ from tokenlake.planner.tree import Request
 
 MAX_COPY_PRICE = 10.0
 """Limit of `Router.copy_price`, which grows without bound as all instances become busy."""
+HELD_PRICE = 0.1
+"""Cost of a cached token of a prompt that waits, as a multiple of the cost of computing it: the token takes memory of
+the instance until the answer ends, which the prompts behind it may have to wait for."""
 BUSY_WEIGHT = 0.01
 """Weight of the newest request in the share of busy instances."""
 
@@ -240,11 +244,13 @@ class Router:
     # -- costs
 
     def queued(self, instance: str) -> float:
-        """Returns the cost of the prompts at an instance that have no first token yet, and of all answers that have not
-        ended: a token of an answer counts as one of a prompt."""
+        """Returns the cost of the prompts at an instance that have no first token yet, their cached prefixes included,
+        and of all answers that have not ended: a token of an answer counts as one of a prompt."""
         answer = Prefill(round(self.rates.answer_tokens.value), 0)
         answers = self._unfinished[instance] * self.computing([answer])
-        return self.computing(self._queues[instance].values()) + answers
+        queue = self._queues[instance].values()
+        held = sum(self._computing_anew(prefix) for _, prefix in queue)
+        return self.computing(queue) + HELD_PRICE * held + answers
 
     def computing(self, prefills: Iterable[Prefill]) -> float:
         """Returns the cost of some prefills, one after the other: seconds, or tokens while the time of a prefill is not
@@ -253,6 +259,11 @@ class Router:
         if fit.known:
             return sum(fit.seconds(new, prefix) for new, prefix in prefills)
         return float(sum(new for new, _ in prefills))
+
+    def _computing_anew(self, tokens: float) -> float:
+        """Returns the cost of computing some tokens without a prefix."""
+        fit = self.rates.prefill
+        return fit.seconds(tokens, 0) if fit.known and tokens else tokens
 
     @property
     def copy_price(self) -> float:
@@ -267,11 +278,9 @@ class Router:
         copied = moved + repeated
         if not copied:
             return 0.0
-        fit = self.rates.prefill
-        if not fit.known:
-            return self.copy_price * copied + LEVEL_PRICE * far
-        transfer = self.rates.slowest_fetch_s(moved * self._token_bytes) if moved else 0.0
-        return transfer + self.copy_price * fit.seconds(copied, 0) + LEVEL_PRICE * (fit.seconds(far, 0) if far else 0.0)
+        known = moved and self.rates.prefill.known
+        transfer = self.rates.slowest_fetch_s(moved * self._token_bytes) if known else 0.0
+        return transfer + self.copy_price * self._computing_anew(copied) + LEVEL_PRICE * self._computing_anew(far)
 
     # -- what passes through the router
 
