@@ -192,17 +192,6 @@ def redundant_copy_stays_primary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ownership, "redundant", lambda self, message: None)
 
 
-def peer_lease_kept(patch: pytest.MonkeyPatch) -> None:
-    """A lease to another node never ends by itself."""
-    original = Serving.release
-
-    def release(self: Serving, lease: Any, node: Any = None) -> None:
-        if node is not None:
-            original(self, lease, node)
-
-    patch.setattr(Serving, "release", release)
-
-
 def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     """A malformed message ends the suspicion of its sender, as a sign of life."""
     original = Checks.check
@@ -278,7 +267,6 @@ SEEN_INSIDE = (
     stand_in_not_told,
     second_primary_copy_kept,
     redundant_copy_stays_primary,
-    peer_lease_kept,
     heard_before_it_is_checked,
     renewed_before_it_is_checked,
     call_ended_by_a_wrong_reply,

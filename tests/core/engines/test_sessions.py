@@ -97,6 +97,15 @@ def test_remote_leases_are_renewed_until_the_engine_ends() -> None:
     assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) == 0
 
 
+def test_remote_leases_of_a_silent_node_end() -> None:
+    cluster, reader, keys = stored(2, peer_lease_s=1.0)
+    match(cluster, reader, keys)
+    assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) > 0
+    cluster.node(2).freeze()
+    cluster.run_for(1.5)
+    assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) == 0
+
+
 def test_remote_leases_are_renewed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "PIECE", 2)
     cluster, reader, keys = stored(peer_lease_s=1.0)

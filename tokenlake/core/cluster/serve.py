@@ -437,6 +437,7 @@ class Serving(Part):
         assert self._again == Counter({segment: count - 1 for segment, count in readers.items() if count > 1})
         assert self._leased == _by_pool(list(readers))
         assert self._pins == sum(len(lease.segments) for lease in self._leases.values())
+        assert all(lease.timer.callback is not None for lease in self._leases.values()), "a lease that no timer ends"
         counted: Counter[NodeId] = Counter()
         for send in self._sends.values():
             counted[send.node] += len(send.segments)
