@@ -64,7 +64,7 @@ nodes = st.frozensets(st.sampled_from([A, B, C, NodeId("away")]), max_size=3)
 def test_starts_equal_a_count_segment_by_segment(
     names: str, known: dict[str, frozenset[NodeId]], history: list[tuple[str, str, str]], exact: bool
 ) -> None:
-    made, under_way, queued = router(), {}, dict.fromkeys(INSTANCES, 0)
+    made, under_way, queued = router(), {}, dict.fromkeys(INSTANCES, 0.0)
     for number, (text, instance, state) in enumerate(history):
         other = named(request(text), str(number))
         (start,) = made.starts(other, {}, [instance])
