@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from tokenlake.content import contents_of
 from tokenlake.errors import TokenLakeError
@@ -122,10 +123,11 @@ class EngineCalls:
 
     def prefetch(self, keys: Sequence[SegmentKey], source: str = "") -> None:
         """Ask for consecutive segments of one prompt, from the first on, in the memory of this node before a request
-        needs them (`Pool.prefetch`), without an answer. Never waits. Raises `Unreachable`."""
+        needs them (`Pool.prefetch`), and wait for no answer. Raises `Unreachable`."""
+        channel = self._grants.link.channel
         for start in range(0, len(keys), MAX_FETCHED):
             part = packed(keys[start : start + MAX_FETCHED])
-            self._grants.link.channel.tell(engine.Prefetch(0, part, start, source))
+            channel.drop(channel.begin(partial(engine.Prefetch, keys=part, first=start, source=source)))
 
     def contents(
         self, prefix: Prefix, tokens: TokenIds, segments: range, model: str, adapter: str = ""

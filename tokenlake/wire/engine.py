@@ -391,7 +391,6 @@ class Prefetch(_Message, frozen=True, tag=33):
     them."""
 
     id: int
-    """0: the message is not answered."""
     keys: bytes
     first: Index = 0
     """Index of the first of the keys in its prompt."""

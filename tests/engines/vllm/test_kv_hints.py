@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 NODES = 2
 TOKENS, CACHED, SEGMENTS = 1000, 768, 3
-BROUGHT = 'tokenlake_prefetched_segments_total{outcome="brought",tenant="default"}'
 PINNED = "tokenlake_pinned_segments_total"
 
 
@@ -67,7 +66,7 @@ def brought(cluster: Cluster, node: int) -> float:
 
 @pytest.mark.parametrize("said", ["prefetch", "share"])
 def test_a_prompt_comes_before_its_request(engines: list[Engine], plain: Engine, cluster: Cluster, said: str) -> None:
-    """A request names the prompt of the next one. The other node has it by then, and the pool supplies it from there."""
+    """A request names the prompt of the next one. The other node has it by then, and the pool supplies it there."""
     first, second = engines
     next_one, now = prompt(TOKENS, 10 + len(said)), prompt(300, 20 + len(said))
     expected, expected_now = plain.generate([next_one, now])
