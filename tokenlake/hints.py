@@ -19,8 +19,8 @@ from msgspec import Meta
 from tokenlake.wire.fields import Index
 
 MAX_LABEL = 32
-"""Maximum number of characters of a category or a stop reason in hints; all must be printable. The eviction policy
-keeps statistics by them."""
+"""Maximum number of characters of a category, a stop reason or an account in hints; all must be printable. The
+eviction policy keeps statistics by the first two."""
 MAX_TTL_S = 7 * 86400.0
 """Maximum time to live in seconds that hints may give a segment."""
 
@@ -103,6 +103,9 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the answer; -1: not known."""
     access: AccessRecord = NO_ACCESS
     """How the request accessed its segments. The pool sets it, and ignores the value that an engine sends."""
+    account: str = ""
+    """Name of the salt of the request, for the quota of each salt (`core.engines.salt_quotas`); empty: none. Segments
+    of one key have one salt."""
     pin_s: float = 0.0
     """Seconds for which the copies of the engine's node are pinned, from each hint, read and commit with these hints
     on; 0: they are not. It reaches no other node, and is no part of the hints of a segment."""
@@ -110,7 +113,8 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
             raise ValueError(f"hints field 'outlook' is {self.outlook}; expected 0 (unknown), 1 (goes on) or 2 (over)")
-        for name, label in (("category", self.category), ("stop_reason", self.stop_reason)):
+        labels = ("category", self.category), ("stop_reason", self.stop_reason), ("account", self.account)
+        for name, label in labels:
             if len(label) > MAX_LABEL or not label.isprintable():
                 raise ValueError(
                     f"hints field {name!r} has {len(label)} characters; expected at most {MAX_LABEL}, all printable"
@@ -136,11 +140,11 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def merged_over(self, previous: Hints) -> Hints:
         """Returns the hints that a segment has after it receives these hints; `previous`: its hints before. The result
-        has the outlook (whether the conversation goes on) and the stop reason of these hints. It has the category of
-        `previous` if these hints have none, its priority and time to live if both are 0 in these hints, its access
-        record and its time of a pin if these hints have none, and its number of output tokens if these hints have
-        neither that number nor an access record. If the engine set no field of these hints but the number of output
-        tokens and the time of a pin, the outlook and the stop reason of `previous` also stay."""
+        has the outlook (whether the conversation goes on) and the stop reason of these hints. It has the category,
+        account, access record and time of a pin of `previous` where these hints have none, its priority and time to
+        live if both are 0 in these hints, and its number of output tokens if these hints have neither that number nor
+        an access record. If the engine set no field of these hints but the number of output tokens, the account and
+        the time of a pin, the outlook and the stop reason of `previous` also stay."""
         if previous is NO_HINTS or previous == self:
             return self
         access, output = (
@@ -150,7 +154,8 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
             output = self.output_tokens
         if not (self.outlook or self.category or self.stop_reason or self.priority or self.ttl_s):
             pin_s = self.pin_s or previous.pin_s
-            return msgspec.structs.replace(previous, output_tokens=output, access=access, pin_s=pin_s)
+            account = self.account or previous.account
+            return msgspec.structs.replace(previous, output_tokens=output, access=access, account=account, pin_s=pin_s)
         no_retention = not (self.priority or self.ttl_s)
         return Hints(
             self.outlook,
@@ -160,6 +165,7 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
             previous.ttl_s if no_retention else self.ttl_s,
             output,
             access,
+            self.account or previous.account,
             self.pin_s or previous.pin_s,
         )
 

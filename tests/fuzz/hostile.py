@@ -39,6 +39,7 @@ _hints = st.builds(
     outlook=st.integers(0, 2),
     category=st.sampled_from(["", "chat", "x" * MAX_LABEL, "\N{SNOWMAN}"]),
     stop_reason=st.sampled_from(["", "stop", "x" * MAX_LABEL]),
+    account=st.sampled_from(["", "", "a", "b"]),
     priority=st.integers(-1, 1),
     ttl_s=st.sampled_from([0.0, 1e-9, 0.01, MAX_TTL_S]),
     pin_s=st.sampled_from([0.0, 0.0, 1e-9, 0.01, MAX_PIN_S]),

@@ -14,6 +14,7 @@ names that node. Then one node dies, and the other candidate names the owners in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,6 +34,7 @@ from tokenlake.core.cluster.handover import HANDED_OVER
 from tokenlake.core.cluster.owner import DUPLICATES
 from tokenlake.core.engines.pins import PINNED
 from tokenlake.core.engines.prefetch import PREFETCHED
+from tokenlake.core.engines.salt_quotas import TRIMMED
 from tokenlake.core.node import HandlerFailed
 from tokenlake.core.report.account import ENGINE_HAD, SUPPLIED
 from tokenlake.hints import Hints
@@ -44,7 +46,7 @@ from tokenlake.wire.slots import join_keys
 
 NODES = 3
 MAX_ENGINES = 8
-SEEN = dict.fromkeys((SUPPLIED, ENGINE_HAD, HANDED_OVER, DUPLICATES, PREFETCHED, PINNED), 0)
+SEEN = dict.fromkeys((SUPPLIED, ENGINE_HAD, HANDED_OVER, DUPLICATES, PREFETCHED, PINNED, TRIMMED), 0)
 """Counts over all examples: each of these must have happened."""
 PAUSES = st.sampled_from((0.0, 0.001, 0.004, 0.02, 0.06))
 
@@ -63,6 +65,7 @@ storings = st.builds(
     ending=st.sampled_from(("commit", "commit", "commit", "commit", "singly", "singly", "abort", "die", "leave")),
     fill_s=st.sampled_from((0.002, 0.002, 0.01, 0.2, 1.2)),
     shared=st.booleans(),
+    account=st.sampled_from(("", "", "a", "b")),
 )
 which = st.integers(0, 1 << 16)
 nodes = st.integers(0, NODES - 1)
@@ -84,7 +87,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 32))
     def begin(self, seed: int) -> None:
-        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places)
+        quotas: dict[str, Any] = {"quotas": {"red": 1.0}, "salt_quotas": {"red": 0.2}}
+        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places, **quotas)
         for node in range(NODES):
             self.cluster.join(node, processes=1 + node % 2)
         self.cluster.run_for(0.05)
@@ -138,7 +142,11 @@ class ClusterMachine(RuleBasedStateMachine):
                 start = random.randrange(4)
                 ending = random.choice(("commit",) * 6 + ("singly", "abort", "die"))
                 fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))
-                engine.store(prompt[start:], start, Storing(ending, fill_s, shared=random.random() < 0.5))
+                engine.store(
+                    prompt[start:],
+                    start,
+                    Storing(ending, fill_s, shared=random.random() < 0.5, account=random.choice(("", "a"))),
+                )
             self.cluster.run_for(random.choice((0.0, 0.0, 0.003, 0.02, 0.1)))
 
     @rule(node=nodes, turns=st.integers(4, 12))
@@ -157,7 +165,7 @@ class ClusterMachine(RuleBasedStateMachine):
         prompt=prompts,
         length=lengths,
         source=st.sampled_from(("", "", "n0", "n1", "nobody")),
-        pin_s=st.sampled_from((0.0, 0.05, 1.5, 5.0)),
+        pin_s=st.sampled_from((0.0, 0.05, 1.5)),
         pause=PAUSES,
     )
     def prefetch(self, node: int, prompt: int, length: int, source: str, pin_s: float, pause: float) -> None:

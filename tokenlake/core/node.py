@@ -30,6 +30,7 @@ from tokenlake.core.engines.match import Matches
 from tokenlake.core.engines.pins import Pins
 from tokenlake.core.engines.prefetch import Prefetches
 from tokenlake.core.engines.reads import LeaseReads
+from tokenlake.core.engines.salt_quotas import SaltQuotas
 from tokenlake.core.engines.sessions import Process, Session, Sessions
 from tokenlake.core.engines.survey import Survey
 from tokenlake.core.engines.waiting import InFlightMarkers, WaitingMatches
@@ -112,9 +113,8 @@ class NodeCore:
         self._directory_node.on_redundant = self._ownership.redundant
         self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._pins = Pins(context)
-        self._touches = Touches(
-            context, self._peers, self._directory_node.recorded_owner, self._ownership.read, self._pins
-        )
+        self._salt_quotas = SaltQuotas(context)
+        self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._read, self._pins)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._markers.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
@@ -138,6 +138,7 @@ class NodeCore:
             self._touches,
             self._refusals,
             self._pins,
+            self._salt_quotas,
         )
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._prefetches = Prefetches(context, self._survey, self._transfers, self._pins)
@@ -163,6 +164,7 @@ class NodeCore:
             self._corruption,
             self._survey,
             self._pins,
+            self._salt_quotas,
             self._prefetches,
             self._orders,
             self._refusals,
@@ -356,6 +358,7 @@ class NodeCore:
         self._regions.follow()
         gone = self._context.store.take_gone()
         self._pins.left(gone)
+        self._salt_quotas.left(gone)
         self._report_gone(self._disk.follow(gone))
         return self._emitted()
 
@@ -379,9 +382,15 @@ class NodeCore:
 
     def _arrived(self, segment: Segment) -> None:
         """A segment became READY in memory."""
+        self._salt_quotas.arrived(segment)
         if self._context.disk.devices:
             self._context.disk.arrived(segment)
         self._waiting.arrived(segment.tenant, (segment.key,))
+
+    def _read(self, segments: list[Segment]) -> None:
+        """A read of the READY segments of one prompt was counted."""
+        self._ownership.read(segments)
+        self._salt_quotas.read(segments)
 
     # -- engines
 
@@ -428,7 +437,7 @@ class NodeCore:
         session = process.session
 
         def done(codes: bytes) -> None:
-            if request.id and process.alive:
+            if process.alive:
                 self._context.emit(Answer(process.connection, engine.Prefetched(request.id, codes)))
 
         self._prefetches.begin(

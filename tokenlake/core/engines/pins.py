@@ -3,7 +3,8 @@
 ::
 
     a hint with `pin_s`, or a prefetch that pins
-        |   room: `pinned_share` of the slots of the pool, `MAX_PINS` of the node in equal parts of the tenants
+        |   room: `pinned_share` of the slots of the pool, `MAX_PINS` of the node in equal parts of the tenants,
+        |         the same share of the quota of a salt
         v
     one pin of the slot, until its time is over, an `Unpin` names it, the segment leaves by another rule,
     or the memory of its region goes to another pool
@@ -22,6 +23,7 @@ from typing import TypeVar
 from sortedcontainers import SortedDict
 
 from tokenlake.core.context import Context, Part
+from tokenlake.core.engines.salt_quotas import salt_limit
 from tokenlake.hints import MAX_PIN_S
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import PoolId, Segment, State
@@ -47,10 +49,11 @@ ENDED = 128
 class _Pin:
     """The pin of one segment."""
 
-    __slots__ = ("segment", "until")
+    __slots__ = ("account", "segment", "until")
 
     def __init__(self, segment: Segment, until: tuple[float, int]) -> None:
         self.segment = segment
+        self.account = segment.tenant, segment.hints.account
         self.until = until
         """Time in seconds at which it ends, and a number that no other pin has."""
 
@@ -63,6 +66,8 @@ class Pins(Part):
         self._pins: dict[TenantId, dict[SegmentKey, _Pin]] = {}
         self._until: SortedDict[tuple[float, int], _Pin] = SortedDict()
         self._by_pool: Counter[PoolId] = Counter()
+        self._by_account: Counter[tuple[TenantId, str]] = Counter()
+        """Bytes of the pinned segments of each account."""
         self._by_region: dict[int, dict[_Pin, None]] = {}
         self._numbers = itertools.count()
         self._ending = False
@@ -84,13 +89,22 @@ class Pins(Part):
             pin = self._pin_of(segment)
             if pin is not None:
                 self._end(pin)
-            kept = segment.state is State.READY and (pin is not None or self.room(*segment.pool) > 0)
+            kept = segment.state is State.READY and (pin is not None or self._fits(segment))
             if kept:
                 self._begin(segment, until)
             if pin is None:
                 self._context.counters.add_for(PINNED if kept else PINS_REFUSED, 1, segment.tenant)
             done.append(kept)
         return done
+
+    def _fits(self, segment: Segment) -> bool:
+        """Returns True if there is room for a pin of the segment, also within the quota of its salt."""
+        limit = salt_limit(self._context, segment.tenant)
+        if limit and segment.hints.account:
+            pinned = self._by_account[segment.tenant, segment.hints.account]
+            if pinned and pinned + segment.slot_bytes > self._context.config.pinned_share * limit:
+                return False
+        return self.room(*segment.pool) > 0
 
     def unpinned(self, segments: Iterable[Segment]) -> int:
         """Returns how many of the segments have no pin yet."""
@@ -159,6 +173,7 @@ class Pins(Part):
         self._pins.setdefault(segment.tenant, {})[segment.key] = pin
         self._until[pin.until] = pin
         self._by_pool[segment.pool] += 1
+        self._by_account[pin.account] += segment.slot_bytes
         self._by_region.setdefault(segment.place.region, {})[pin] = None
 
     def _end(self, pin: _Pin) -> None:
@@ -166,14 +181,13 @@ class Pins(Part):
         del self._until[pin.until]
         _remove(self._pins, segment.tenant, segment.key)
         _remove(self._by_region, segment.place.region, pin)
+        self._by_account[pin.account] -= segment.slot_bytes
+        if not self._by_account[pin.account]:
+            del self._by_account[pin.account]
         self._by_pool[segment.pool] -= 1
         if not self._by_pool[segment.pool]:
             del self._by_pool[segment.pool]
         self._context.store.unpin(segment)
-
-    def counts(self) -> dict[PoolId, int]:
-        """The number of pinned segments by pool, for gauges."""
-        return dict(self._by_pool)
 
     # -- checks
 
@@ -188,6 +202,7 @@ class Pins(Part):
         pins = list(self._until.values())
         assert all(self._pins[pin.segment.tenant][pin.segment.key] is pin for pin in pins)
         assert sum(map(len, self._pins.values())) == sum(map(len, self._by_region.values())) == len(pins) <= MAX_PINS
+        assert sum(self._by_account.values()) == sum(pin.segment.slot_bytes for pin in pins)
         assert self._by_pool == Counter(pin.segment.pool for pin in pins)
         assert all(pin.segment.state is State.READY for pin in pins)
         assert all(self._pins.values())

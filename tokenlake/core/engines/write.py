@@ -13,6 +13,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.grants import Grants, Write
 from tokenlake.core.engines.pins import Pins
+from tokenlake.core.engines.salt_quotas import SaltQuotas
 from tokenlake.core.engines.sessions import Process, Session
 from tokenlake.core.instructions import Answer
 from tokenlake.core.report.refusals import Refusals
@@ -46,10 +47,12 @@ class Writes:
         touches: Touches,
         refusals: Refusals,
         pins: Pins,
+        salt_quotas: SaltQuotas,
     ) -> None:
         self._context = context
         self._refusals = refusals
         self._pins = pins
+        self._salt_quotas = salt_quotas
         self._seconds = context.counters.histogram(STORE_SECONDS)
         self._grants = grants
         self._directory_node = directory_node
@@ -182,6 +185,7 @@ class Writes:
             self._pins.pin(whole, write.pin_s)
         self._ownership.committed(session.tenant, whole)
         self._handover.committed(whole)
+        self._salt_quotas.trim(whole)
         return bytes(codes)
 
     def abort(self, process: Process, request: engine.Abort) -> None:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from msgspec import structs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import AnyLayout
 from tokenlake_client.engines.common.connection import Connection, declined
@@ -31,6 +33,7 @@ from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.pool import Pool
+from tokenlake_client.salts import account_of
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -103,6 +106,9 @@ class Side:
             hints = hints_of(request.kv_transfer_params)
         except ValueError as error:
             self.reports.warn(f"request {name!r} is served without its hints: {error}", kind="hints")
+        account = account_of(request.cache_salt)
+        if account:
+            hints = structs.replace(hints or NO_HINTS, account=account)
         acts = acts_of(envelope_of(request), hints)
         for act, outcome in acts.counted:
             self.counters.add(**{f"hints_{act or 'other'}_{outcome}": 1})
