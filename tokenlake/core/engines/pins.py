@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 PINNED = Metric("tokenlake_pinned_segments_total", "Segments that were pinned for a time", "tenant")
 PINS_REFUSED = Metric(
-    "tokenlake_refused_pins_total",
+    "tokenlake_refused_pin_segments_total",
     "Segments that were to be pinned and were not, because the pins of their pool or tenant were used up",
     "tenant",
 )

@@ -25,7 +25,7 @@ from tokenlake.memory.removals import SALT_RULE
 from tokenlake.metrics import Metric
 
 TRIMMED = Metric(
-    "tokenlake_salt_quota_evictions_total", "Segments evicted because their salt had more than its quota", "tenant"
+    "tokenlake_evicted_salt_segments_total", "Segments evicted because their salt had more than its quota", "tenant"
 )
 MAX_TRIMMED = 256
 """Maximum number of segments that one write evicts for a quota."""
