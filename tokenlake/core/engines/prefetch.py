@@ -127,9 +127,8 @@ class Prefetches(Part):
         room = max(len(pool.free) + self._context.store.room(pool), pool.cached_slots) - coming
         limits = [(room, Code.NO_SLOT)]
         if one.pin_s:
-            limits.append(
-                (self._pins.room(one.tenant, one.slot_bytes) - self._pins.unpinned(one.here.values()), Code.QUOTA)
-            )
+            to_pin = self._pins.unpinned(one.here.values())
+            limits.append((self._pins.room(one.tenant, one.slot_bytes) - to_pin, Code.QUOTA))
         most, code = min(limits)
         for index in wanted[max(0, most) :]:
             one.codes[index] = code
