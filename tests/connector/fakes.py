@@ -183,6 +183,8 @@ class FakePool:
         self.marked.append((tuple(keys), seconds))
 
     def prefetch(self, keys: Sequence[SegmentKey], source: str = "") -> None:
+        if not self.reachable:
+            raise Unreachable("gone")
         self.prefetched.append((tuple(keys), source))
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:

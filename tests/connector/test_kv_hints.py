@@ -138,6 +138,8 @@ def test_a_prompt_is_brought() -> None:
     own = tuple(bench.pool.prefix(asked.all_token_ids).keys)
     assert bench.pool.prefetched == [(own, ""), (tuple(bench.pool.prefix(other).keys), "n1")]
     assert not bench.side.bring("unknown", Bring("prefetch", None, ""))
+    bench.pool.reachable = False
+    assert not bench.side.bring("r", Bring("prefetch", None, ""))
     bench.pool.connected = False
     assert not bench.side.bring("r", Bring("prefetch", None, ""))
     bench.there = False

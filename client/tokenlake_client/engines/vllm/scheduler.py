@@ -134,13 +134,16 @@ class SchedulerSide:
 
     def bring(self, name: str, bring: Bring) -> bool:
         """Bring a prompt to this node, as the request `name` wants. Never waits. Returns False where the pool, or the
-        digest of the request's adapter, is not there."""
+        digest of the request's adapter, is not there, and where the daemon takes no request now."""
         state, pool = self._requests.get(name), None if self._stopped else self._pool()
         if state is None or pool is None or not pool.connected or not state.identified:
             return False
         salt = self._settings.salt
         keys = state.keys(pool, salt) if bring.tokens is None else state.keys_of(pool, salt, bring.tokens)
-        pool.engine.prefetch(keys, bring.source)
+        try:
+            pool.engine.prefetch(keys, bring.source)
+        except TokenLakeError:
+            return False
         return True
 
     def matched(self, request: Any, computed: int, *, reads: bool = True) -> int | None:
