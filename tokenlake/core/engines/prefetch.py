@@ -12,8 +12,8 @@
                      v
                  pinned, if the caller says for how long; one code per key
 
-The segments arrive as cached copies, in free slots or in those of other cached copies: a prefetch evicts no primary
-copy that a request of this node could have kept. It counts as no read. The segments of one prefetch stay in place
+The segments arrive as cached copies, in free slots, or in the place of others up to `PREFETCH_SHARE` of the slots: a
+wrong prefetch evicts little. It counts as no read. The segments of one prefetch stay in place
 until it ends, so that its last one does not evict its first one.
 """
 
@@ -42,6 +42,8 @@ PREFETCHED = Metric(
     "tenant",
     "outcome",
 )
+PREFETCH_SHARE = 0.03
+"""Share of the slots of a pool that the prefetches under way may take beyond the free ones; at least two slots."""
 MAX_PREFETCHES = 16
 """Maximum number of prefetches of a tenant under way; further ones are refused."""
 
@@ -124,7 +126,8 @@ class Prefetches(Part):
                 one.codes[index] = self._context.store.refusal(one.tenant, one.slot_bytes, Code.NO_REGION)
             return []
         coming = sum(each.brought + each.awaited for each in self._under_way if each.tenant == one.tenant)
-        room = max(len(pool.free) + self._context.store.room(pool), pool.cached_slots) - coming
+        least = max(2, int(PREFETCH_SHARE * pool.slots))
+        room = max(len(pool.free) + self._context.store.room(pool), least) - coming
         limits = [(room, Code.NO_SLOT)]
         if one.pin_s:
             to_pin = self._pins.unpinned(one.here.values())
