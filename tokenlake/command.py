@@ -33,6 +33,9 @@ GROUPS = {
         "drain": "let a node hand its segments over, leave the cluster and end",
         "remove": "remove a node that is gone for good from the ring",
         "evict": "evict segments by key, size or tenant",
+        "warm": "bring prompts to the memory of nodes before requests come",
+        "pin": "bring prompts to the memory of nodes and keep them there for a time",
+        "unpin": "end pins",
     },
     "try": {
         "demo": "run three daemons and two engines on this machine, with and without the pool",

@@ -3,8 +3,9 @@
 The engine says whether the conversation goes on, what kind of request it is, how it ended, and for how long its cache
 is to be kept. The pool adds an access record: how much of the prompt it found, and when that was accessed before.
 
-Hints change the order of eviction and nothing else. They are no promise, and no access. Newer hints replace older ones;
-a field that the newer hints leave out stays (`Hints.merged_over`).
+Hints change the order of eviction and nothing else. They are no promise, and no access; only `pin_s` keeps segments,
+within the bounds of `core.engines.pins`. Newer hints replace older ones; a field that the newer hints leave out stays
+(`Hints.merged_over`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from msgspec import Meta
 from tokenlake.wire.fields import Index
 
 MAX_LABEL = 32
-"""Maximum number of characters of a category or a stop reason in hints; all must be printable. The eviction policy
-keeps statistics by them."""
+"""Maximum number of characters of a category, a stop reason or an account in hints; all must be printable. The
+eviction policy keeps statistics by the first two."""
 MAX_TTL_S = 7 * 86400.0
 """Maximum time to live in seconds that hints may give a segment."""
+
+MAX_PIN_S = 86400.0
+"""Maximum time in seconds for which a segment is pinned at a time; it may be pinned again."""
 
 
 class Outlook(IntEnum):
@@ -99,11 +103,18 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the answer; -1: not known."""
     access: AccessRecord = NO_ACCESS
     """How the request accessed its segments. The pool sets it, and ignores the value that an engine sends."""
+    account: str = ""
+    """Name of the salt of the request, for the quota of each salt (`core.engines.salt_quotas`); empty: none. Segments
+    of one key have one salt."""
+    pin_s: float = 0.0
+    """Seconds for which the copies of the engine's node are pinned, from each hint, read and commit with these hints
+    on; 0: they are not. It reaches no other node, and is no part of the hints of a segment."""
 
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
             raise ValueError(f"hints field 'outlook' is {self.outlook}; expected 0 (unknown), 1 (goes on) or 2 (over)")
-        for name, label in (("category", self.category), ("stop_reason", self.stop_reason)):
+        labels = ("category", self.category), ("stop_reason", self.stop_reason), ("account", self.account)
+        for name, label in labels:
             if len(label) > MAX_LABEL or not label.isprintable():
                 raise ValueError(
                     f"hints field {name!r} has {len(label)} characters; expected at most {MAX_LABEL}, all printable"
@@ -112,6 +123,8 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"hints field 'priority' is {self.priority}; expected -1 (low), 0 or 1 (high)")
         if not 0 <= self.ttl_s <= MAX_TTL_S:
             raise ValueError(f"hints field 'ttl_s' is {self.ttl_s}; expected 0 (none) to {MAX_TTL_S:.0f} seconds")
+        if not 0 <= self.pin_s <= MAX_PIN_S:
+            raise ValueError(f"hints field 'pin_s' is {self.pin_s}; expected 0 (none) to {MAX_PIN_S:.0f} seconds")
         if not -1 <= self.output_tokens < 1 << 32:
             raise ValueError(f"hints field 'output_tokens' is {self.output_tokens}; expected -1 (not known) or a count")
 
@@ -121,13 +134,17 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
         output = self.output_tokens if output_tokens < 0 else output_tokens
         return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output)
 
+    def without_pin(self) -> Hints:
+        """Returns these hints as a segment keeps them, and as other nodes hear of them."""
+        return msgspec.structs.replace(self, pin_s=0.0) if self.pin_s else self
+
     def merged_over(self, previous: Hints) -> Hints:
         """Returns the hints that a segment has after it receives these hints; `previous`: its hints before. The result
-        has the outlook (whether the conversation goes on) and the stop reason of these hints. It has the category of
-        `previous` if these hints have none, its priority and time to live if both are 0 in these hints, its access
-        record if these hints have none, and its number of output tokens if these hints have neither that number nor an
-        access record. If the engine set no field of these hints but the number of output tokens, the outlook and the
-        stop reason of `previous` also stay."""
+        has the outlook (whether the conversation goes on) and the stop reason of these hints. It has the category,
+        account, access record and time of a pin of `previous` where these hints have none, its priority and time to
+        live if both are 0 in these hints, and its number of output tokens if these hints have neither that number nor
+        an access record. If the engine set no field of these hints but the number of output tokens, the account and
+        the time of a pin, the outlook and the stop reason of `previous` also stay."""
         if previous is NO_HINTS or previous == self:
             return self
         access, output = (
@@ -136,7 +153,9 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if self.output_tokens >= 0:
             output = self.output_tokens
         if not (self.outlook or self.category or self.stop_reason or self.priority or self.ttl_s):
-            return msgspec.structs.replace(previous, output_tokens=output, access=access)
+            pin_s = self.pin_s or previous.pin_s
+            account = self.account or previous.account
+            return msgspec.structs.replace(previous, output_tokens=output, access=access, account=account, pin_s=pin_s)
         no_retention = not (self.priority or self.ttl_s)
         return Hints(
             self.outlook,
@@ -146,7 +165,13 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
             previous.ttl_s if no_retention else self.ttl_s,
             output,
             access,
+            self.account or previous.account,
+            self.pin_s or previous.pin_s,
         )
 
 
 NO_HINTS = Hints()
+RETAIN = Hints(outlook=Outlook.GOES_ON, priority=1)
+"""The act `retain` of a router: the segments are wanted again, and are evicted late."""
+DEMOTE = Hints(outlook=Outlook.OVER, priority=-1)
+"""The act `demote` of a router: the segments are evicted early."""

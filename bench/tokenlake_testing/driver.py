@@ -201,6 +201,8 @@ class NodeDriver:
             # The observer sees these answers; no other part of a simulated node waits for them.
             instructions.Located: lambda order: None,
             instructions.EvictionDone: lambda order: None,
+            instructions.PrefetchDone: lambda order: None,
+            instructions.UnpinDone: lambda order: None,
         }
         if membership is not None:
             self._carry |= {instructions.ReadRing: membership.read, instructions.Drained: membership.drained}

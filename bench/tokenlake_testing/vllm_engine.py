@@ -101,6 +101,22 @@ class VllmEngine:
         engine.abort_request(["moves"])
         return answer
 
+    def hinted(self, prompt: list[int], tokens: int, actions: list[dict[str, Any]], salt: str | None) -> list[int]:
+        """Generate greedily for one request that carries actions of a router in vLLM's field for them."""
+        from vllm import SamplingParams
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        hints = KvHintsEnvelope("1.0", "m", [KvHintAction(**each) for each in actions])
+        extra: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        engine.add_request("hinted", {"prompt_token_ids": prompt, **extra}, greedy, kv_hints=hints)
+        answer: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+        return answer
+
     def load_adapter(self, directory: str) -> bool:
         """Load a LoRA adapter, in place if it was loaded before, as vLLM's server does on request."""
         return bool(self._llm.llm_engine.add_lora(self._lora(directory, load_inplace=True)))

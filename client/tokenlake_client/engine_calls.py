@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from tokenlake.content import contents_of
 from tokenlake.errors import TokenLakeError
@@ -14,7 +15,7 @@ from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.opaque_layout import understood
 from tokenlake.wire import engine
-from tokenlake.wire.engine import MAX_KEYS
+from tokenlake.wire.engine import MAX_FETCHED, MAX_KEYS
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.match_deadline import match_deadline_s
 from tokenlake_client.arguments import packed
@@ -30,7 +31,7 @@ from tokenlake_client.write import Reservation, Write, prepare, store
 class EngineCalls:
     """The calls of an engine, beside those of its `Pool`. Thread-safe.
 
-    - Without waiting: `begin_match`, `mark_in_flight`.
+    - Without waiting: `begin_match`, `mark_in_flight`, `prefetch`.
     - Ranks: one process opens the `session` and leases (`Lease.ids`) or reserves (`reserve`); the others join the
       session (`Pool.connect`) and use `attach` and `attach_write`.
     - Layer by layer: `init_transfer`. For routers: `contents`.
@@ -119,6 +120,14 @@ class EngineCalls:
                 write.abort()
             raise
         return Transfer(layout, writes, self._copies)
+
+    def prefetch(self, keys: Sequence[SegmentKey], source: str = "") -> None:
+        """Ask for consecutive segments of one prompt, from the first on, in the memory of this node before a request
+        needs them (`Pool.prefetch`), and wait for no answer. Raises `Unreachable`."""
+        channel = self._grants.link.channel
+        for start in range(0, len(keys), MAX_FETCHED):
+            part = packed(keys[start : start + MAX_FETCHED])
+            channel.drop(channel.begin(partial(engine.Prefetch, keys=part, first=start, source=source)))
 
     def contents(
         self, prefix: Prefix, tokens: TokenIds, segments: range, model: str, adapter: str = ""

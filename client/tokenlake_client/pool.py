@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from tokenlake.errors import LimitReached, TokenLakeError
-from tokenlake.hints import Hints
+from tokenlake.hints import MAX_PIN_S, Hints
 from tokenlake.identity import Fingerprint, SegmentKey, SessionId
 from tokenlake.keys import Prefix, Salt, TokenIds, opaque_keys, root_key
 from tokenlake.layout import Layout
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import Code, engine
-from tokenlake.wire.engine import MAX_CHANGED
+from tokenlake.wire.engine import MAX_CHANGED, MAX_FETCHED
 from tokenlake_client.arguments import packed
 from tokenlake_client.arguments import seconds as check_seconds
 from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
@@ -40,7 +41,8 @@ STORE_WINDOW = 32
 class Pool:
     """The connection of one engine process, as a member of a session, to the daemon of its node. Thread-safe.
 
-    - An application: `connect`, `prefix` or `opaque_keys`, `match`, `store` or `store_all`, `hint`, `close`.
+    - An application: `connect`, `prefix` or `opaque_keys`, `match`, `store` or `store_all`, `hint`, `prefetch`,
+      `close`.
     - An engine that must not wait, or has ranks, also uses `pool.engine` (`EngineCalls`).
     - Attention over segments where they lie: `pool.queries` (`Queries`).
 
@@ -223,6 +225,39 @@ class Pool:
         with contextlib.suppress(TokenLakeError):
             for start in range(0, len(keys), MAX_CHANGED):
                 self.link.channel.tell(engine.Hint(packed(keys[start : start + MAX_CHANGED]), hints))
+
+    # -- before a request comes
+
+    def prefetch(
+        self,
+        keys: Sequence[SegmentKey],
+        first: int = 0,
+        *,
+        source: str = "",
+        pin_s: float = 0.0,
+        deadline_s: float | None = None,
+    ) -> bytes:
+        """Bring consecutive segments of one prompt, the first at index `first`, to the memory of this node. Returns one
+        `Code` per key: LOCAL (it is here), MISSING (no node has it), LOST (it did not come), PENDING (an engine of this
+        node is writing it), or a refusal. It counts as no read, and an engine may evict the segments again.
+
+        `source`: the node that is asked first. `pin_s`: pin the segments that are here for so many seconds, at most
+        `hints.MAX_PIN_S`; QUOTA: the pins of the tenant are used up. `deadline_s`: for each `MAX_FETCHED` keys, by
+        default `Deadlines.store_s`. Raises `Unreachable`, and `ValueError` for arguments of another kind."""
+        check_seconds("pin_s", pin_s)
+        wait_s = self.deadlines.store_s if deadline_s is None else check_seconds("deadline_s", deadline_s)
+        codes = bytearray()
+        for start in range(0, len(keys), MAX_FETCHED):
+            part, link = packed(keys[start : start + MAX_FETCHED]), self.link
+            make = partial(engine.Prefetch, keys=part, first=first + start, source=source, pin_s=min(pin_s, MAX_PIN_S))
+            codes += link.expect(link.channel.call(make, wait_s), engine.Prefetched).codes
+        return bytes(codes)
+
+    def unpin(self, keys: Sequence[SegmentKey]) -> None:
+        """End the pins that segments have at this node. Never waits; nothing ends while there is no daemon."""
+        with contextlib.suppress(TokenLakeError):
+            for start in range(0, len(keys), MAX_CHANGED):
+                self.link.channel.tell(engine.Unpin(packed(keys[start : start + MAX_CHANGED])))
 
     # -- life
 

@@ -1,8 +1,9 @@
-"""The text of a prompt at a token, for `tokenlake explain --prompt`."""
+"""The tokenizer of a model, and the text of a prompt at a token, for `tokenlake explain --prompt`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,22 +13,31 @@ SHOWN = 60
 """Maximum number of characters of a text that are shown."""
 
 
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model, from its tokenizer.json or the directory that has it. Raises `click.ClickException`
+    where the file cannot be read."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise click.ClickException("--tokenizer needs the package: pip install tokenizers") from None
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        # The library raises the class Exception itself where a file is not as expected.
+        raise click.ClickException(f"{file} cannot be read: {error}") from error
+
+
 class Prompt:
     """The text of a request, with the tokenizer of its model."""
 
     def __init__(self, text: Path, tokenizer: Path) -> None:
         """Raises `click.ClickException` where a file cannot be read."""
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise click.ClickException("--tokenizer needs the package: pip install tokenizers") from None
-        file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+        self._tokenizer = load_tokenizer(tokenizer)
         try:
             self._text = text.read_text()
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:
-            # The library raises the class Exception itself where a file is not as expected.
-            raise click.ClickException(f"{text} or {file} cannot be read: {error}") from error
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"{text} cannot be read: {error}") from error
 
     def place(self, funnel: Funnel) -> str:
         """A sentence with the characters of the segment at which the prompt of the request leaves what is known."""

@@ -120,6 +120,7 @@ class FakePool:
     reservations: list[FakeReservation] = field(default_factory=list)
     marked: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
     hinted: list[tuple[tuple[SegmentKey, ...], Hints]] = field(default_factory=list)
+    prefetched: list[tuple[tuple[SegmentKey, ...], str]] = field(default_factory=list)
     refuse_from: int = 1 << 30
     """The index in a reservation from which segments are refused."""
     segment_tokens: int = 8
@@ -180,6 +181,11 @@ class FakePool:
 
     def mark_in_flight(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         self.marked.append((tuple(keys), seconds))
+
+    def prefetch(self, keys: Sequence[SegmentKey], source: str = "") -> None:
+        if not self.reachable:
+            raise Unreachable("gone")
+        self.prefetched.append((tuple(keys), source))
 
     def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         self.hinted.append((tuple(keys), hints))

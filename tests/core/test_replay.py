@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
@@ -48,7 +49,7 @@ def digest(emitted: list[list[Instruction]]) -> str:
 def busy() -> Cluster:
     """Every kind of event: engines of two tenants, faults of nodes, disks and network, a node that joins and drains,
     then a quiet end."""
-    cluster = Cluster(3, seed=6, recording=True, disk_places=10)
+    cluster = Cluster(3, seed=8, recording=True, disk_places=10)
     random = cluster.clock.random
     for turn in range(300):
         if len(cluster.alive()) < 5:
@@ -70,6 +71,8 @@ def busy() -> Cluster:
                 events.LocateRequested(turn, "red", packed),
                 events.HintGiven("red", packed, Hints(priority=1)),
                 events.EvictRequested(turn, "red", packed),
+                events.PrefetchRequested(turn, "red", join_keys(prompt), SLOT_BYTES, SHARDS, pin_s=1.0),
+                events.UnpinRequested(turn, "red", packed),
             ):
                 cluster.node(0).deliver(event)
         if turn % 10 == 5:

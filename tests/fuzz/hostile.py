@@ -13,7 +13,7 @@ import msgspec
 import msgspec.inspect as types
 from hypothesis import strategies as st
 
-from tokenlake.hints import MAX_LABEL, MAX_TTL_S, Hints
+from tokenlake.hints import MAX_LABEL, MAX_PIN_S, MAX_TTL_S, Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 
@@ -39,8 +39,10 @@ _hints = st.builds(
     outlook=st.integers(0, 2),
     category=st.sampled_from(["", "chat", "x" * MAX_LABEL, "\N{SNOWMAN}"]),
     stop_reason=st.sampled_from(["", "stop", "x" * MAX_LABEL]),
+    account=st.sampled_from(["", "", "a", "b"]),
     priority=st.integers(-1, 1),
     ttl_s=st.sampled_from([0.0, 1e-9, 0.01, MAX_TTL_S]),
+    pin_s=st.sampled_from([0.0, 0.0, 1e-9, 0.01, MAX_PIN_S]),
 )
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "keys": _keys,

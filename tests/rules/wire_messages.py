@@ -10,7 +10,7 @@ import msgspec.inspect as types
 import pytest
 from hypothesis import strategies as st
 
-from tokenlake.hints import MAX_TTL_S, Hints
+from tokenlake.hints import MAX_PIN_S, MAX_TTL_S, Hints
 from tokenlake.wire import engine, peer
 
 DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[msgspec.Struct], ...]]] = {
@@ -70,9 +70,9 @@ def messages(message: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
     made = {field.name: values(field.type) for field in described.fields}
     if message is Hints:
         # `Hints` checks its values when it is made, so that only valid ones can be drawn.
-        made |= dict.fromkeys(("category", "stop_reason"), st.text(PRINTABLE, max_size=20))
+        made |= dict.fromkeys(("category", "stop_reason", "account"), st.text(PRINTABLE, max_size=20))
         made |= {"outlook": st.integers(0, 2), "priority": st.integers(-1, 1), "ttl_s": st.floats(0.0, MAX_TTL_S)}
-        made["output_tokens"] = st.integers(-1, (1 << 32) - 1)
+        made |= {"output_tokens": st.integers(-1, (1 << 32) - 1), "pin_s": st.floats(0.0, MAX_PIN_S)}
     return st.builds(message, **made)
 
 

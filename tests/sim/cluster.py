@@ -183,6 +183,7 @@ class Cluster(World):
             assert core.idle(), f"{name} is not idle: {core.census()}"
             census = core.census()
             assert census.pop("calls") <= len(self.nodes) - 1
+            assert census.pop("segments with quotas") <= sum(1 for _ in core.store.segments())
             assert census.pop("timers") <= 8 * len(self.nodes), f"{name}: timers are left"
             # Hints, and records for explanations, stay; their number has a bound of its own.
             for memory in (

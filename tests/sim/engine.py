@@ -11,6 +11,7 @@ from tests.sim.arena import HALF, SHARDS, SLOT_BYTES, View, content
 from tests.sim.clock import Channel
 from tests.sim.node import SimNode
 from tokenlake.core import events, instructions
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine
 from tokenlake.wire.frames import decode, encode
@@ -126,6 +127,8 @@ class Storing:
     """Time between the reservation and the end of writing."""
     shared: bool = False
     """The second process writes the second shard."""
+    account: str = ""
+    """The salt of the request, as its hints name it."""
 
 
 class Engine:
@@ -289,7 +292,8 @@ class Engine:
                 self._begin(self.second, reply, keys)
                 self.clock.after(1.5 * how.fill_s, lambda: self._finish(self.second, reply.write, [1], how))
 
-        process.request(lambda number: engine.Prepare(number, join_keys(keys), first), prepared)
+        hints = Hints(account=how.account) if how.account else None
+        process.request(lambda number: engine.Prepare(number, join_keys(keys), first, "", hints), prepared)
 
     def _begin(self, process: SimProcess, reply: engine.Prepared, keys: Sequence[SegmentKey]) -> None:
         for index, code in enumerate(reply.codes):

@@ -1,19 +1,20 @@
 """Three NodeCores on a network that delays, drops, doubles and cuts, with crashes, freezes and restarts.
 
-100 examples of 30 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
-crash, a link break, a frame get lost or arrive twice, a bit of a copy flip, or time pass, or sends a node every kind of
-malformed event, each of which it must refuse without a change of its state; reads and writes go on through the steps
-that follow. After each step every view that some process may look at holds the bytes that were written for its tenant
-and key (but for copies in which a bit flipped), every slot that some process may write is still its own, no answer has
-named a copy since a check found it wrong, and every core is whole: slots and pins are
-conserved. At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in
-a map, each token asked for was counted once, no segment has two primary copies, and the directory node of each segment
-that a node owns names that node. Then one node dies, and the other candidate names the owners in its place.
+100 examples of 30 steps. A step lets an engine join, read, store, pin, fall silent or die, a router prefetch and pin, a
+node freeze or crash, a link break, a frame get lost or arrive twice, a bit of a copy flip, or time pass, or sends a
+node every kind of malformed event, each of which it must refuse without a change of its state; reads and writes go on
+through the steps that follow. After each step every view that some process may look at holds the bytes that were
+written for its tenant and key (but for copies in which a bit flipped), every slot that some process may write is still
+its own, no answer has named a copy since a check found it wrong, and every core is whole: slots and pins are conserved.
+At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in a map, each token
+asked for was counted once, no segment has two primary copies, and the directory node of each segment that a node owns
+names that node. Then one node dies, and the other candidate names the owners in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.profiles import examples
-from tests.sim.arena import SHARDS
+from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tests.sim.malformed import malformed
@@ -31,16 +32,21 @@ from tokenlake.core import NodeCore, events
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.handover import HANDED_OVER
 from tokenlake.core.cluster.owner import DUPLICATES
+from tokenlake.core.engines.pins import PINNED
+from tokenlake.core.engines.prefetch import PREFETCHED
+from tokenlake.core.engines.salt_quotas import TRIMMED
 from tokenlake.core.node import HandlerFailed
 from tokenlake.core.report.account import ENGINE_HAD, SUPPLIED
+from tokenlake.hints import Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory import State
 from tokenlake.wire import Code, peer
+from tokenlake.wire import engine as wire
 from tokenlake.wire.slots import join_keys
 
 NODES = 3
 MAX_ENGINES = 8
-SEEN = dict.fromkeys((SUPPLIED, ENGINE_HAD, HANDED_OVER, DUPLICATES), 0)
+SEEN = dict.fromkeys((SUPPLIED, ENGINE_HAD, HANDED_OVER, DUPLICATES, PREFETCHED, PINNED, TRIMMED), 0)
 """Counts over all examples: each of these must have happened."""
 PAUSES = st.sampled_from((0.0, 0.001, 0.004, 0.02, 0.06))
 
@@ -59,6 +65,7 @@ storings = st.builds(
     ending=st.sampled_from(("commit", "commit", "commit", "commit", "singly", "singly", "abort", "die", "leave")),
     fill_s=st.sampled_from((0.002, 0.002, 0.01, 0.2, 1.2)),
     shared=st.booleans(),
+    account=st.sampled_from(("", "", "a", "b")),
 )
 which = st.integers(0, 1 << 16)
 nodes = st.integers(0, NODES - 1)
@@ -80,7 +87,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 32))
     def begin(self, seed: int) -> None:
-        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places)
+        quotas: dict[str, Any] = {"quotas": {"red": 1.0}, "salt_quotas": {"red": 0.2}}
+        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places, **quotas)
         for node in range(NODES):
             self.cluster.join(node, processes=1 + node % 2)
         self.cluster.run_for(0.05)
@@ -134,7 +142,11 @@ class ClusterMachine(RuleBasedStateMachine):
                 start = random.randrange(4)
                 ending = random.choice(("commit",) * 6 + ("singly", "abort", "die"))
                 fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))
-                engine.store(prompt[start:], start, Storing(ending, fill_s, shared=random.random() < 0.5))
+                engine.store(
+                    prompt[start:],
+                    start,
+                    Storing(ending, fill_s, shared=random.random() < 0.5, account=random.choice(("", "a"))),
+                )
             self.cluster.run_for(random.choice((0.0, 0.0, 0.003, 0.02, 0.1)))
 
     @rule(node=nodes, turns=st.integers(4, 12))
@@ -147,6 +159,34 @@ class ClusterMachine(RuleBasedStateMachine):
             elif len(self.cluster.alive()) < MAX_ENGINES:
                 self.cluster.join(node)
             self.cluster.run_for(0.06)
+
+    @rule(
+        node=nodes,
+        prompt=prompts,
+        length=lengths,
+        source=st.sampled_from(("", "", "n0", "n1", "nobody")),
+        pin_s=st.sampled_from((0.0, 0.05, 1.5)),
+        pause=PAUSES,
+    )
+    def prefetch(self, node: int, prompt: int, length: int, source: str, pin_s: float, pause: float) -> None:
+        """A router brings the beginning of a prompt to a node, and may pin it there."""
+        keys = join_keys(PROMPTS[prompt][:length])
+        self.cluster.node(node).deliver(events.PrefetchRequested(1, "red", keys, SLOT_BYTES, SHARDS, 0, source, pin_s))
+        self.cluster.run_for(pause)
+
+    @rule(number=which, prompt=prompts, pin_s=st.sampled_from((0.0, 0.05, 1.5)), pause=PAUSES)
+    def hint(self, number: int, prompt: int, pin_s: float, pause: float) -> None:
+        """An engine pins what its node has of a prompt, or ends such pins."""
+        engine = self.engine(number)
+        if engine is not None and not engine.processes[0].dead:
+            keys = join_keys(PROMPTS[prompt])
+            engine.processes[0].tell(wire.Hint(keys, Hints(pin_s=pin_s)) if pin_s else wire.Unpin(keys))
+        self.cluster.run_for(pause)
+
+    @rule(node=nodes, tenant=st.sampled_from(("red", "blue")))
+    def unpin_all(self, node: int, tenant: str) -> None:
+        self.cluster.node(node).deliver(events.UnpinRequested(1, tenant, b""))
+        self.cluster.run_for(0.01)
 
     @rule(number=which, fault=st.sampled_from(("silence", "silence", "kill", "kill the second process")))
     def engine_fault(self, number: int, fault: str) -> None:

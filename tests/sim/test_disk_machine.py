@@ -115,7 +115,7 @@ class DiskClusterMachine(ClusterMachine):
 def test_nothing_breaks_with_disks() -> None:
     SEEN.update(dict.fromkeys(SEEN, 0))
     counted.clear()
-    found = settings(max_examples=examples(25), stateful_step_count=30)
+    found = settings(max_examples=examples(40), stateful_step_count=30)
     run_state_machine_as_test(DiskClusterMachine, settings=found)
     assert counted
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}

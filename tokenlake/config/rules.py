@@ -43,6 +43,13 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="half of the memory stays for segments that are read; one engine may store two fifths of it",
         ),
     ] = 0.45
+    pinned_share: Annotated[
+        Share,
+        Setting(
+            "limit of the slots of a tenant that pins keep; above it a pin is refused",
+            why="what nobody uses leaves three quarters of the memory to the segments that requests use",
+        ),
+    ] = 0.25
     session_lease_share: Annotated[
         Share,
         Setting(

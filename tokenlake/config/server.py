@@ -248,8 +248,9 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Tenants,
         Setting(
             "tenants, each with `name`, `secret` (16 to 64 bytes in hexadecimal, the same on every node), `uids`, "
-            "`tokens` and `quota` (limit of its share of a node's memory, above 0 to 1, default 1; at least one "
-            "region); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
+            "`tokens`, `quota` (limit of its share of a node's memory, above 0 to 1, default 1; at least one region) "
+            "and `salt_quota` (limit of the share of that memory for the requests with one salt, above 0 to 1, default "
+            "1); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
             why="all allowed users belong to one tenant",
             default="one, `default`",
             secret=True,

@@ -95,6 +95,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     quota: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Limit of the tenant's share of a node's memory."""
+    salt_quota: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Limit of the share of the tenant's memory at a node that the requests with one salt may have."""
 
     def __repr__(self) -> str:
         uids = ",".join(map(str, self.uids))

@@ -60,6 +60,9 @@ class CoreConfig(RuleSettings, frozen=True):
     """Is the memory there when the rules start? Otherwise the rules ask for it by `MakeRegion`."""
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
     """Maximum share of the node's memory for each tenant, 0 to 1; a tenant without an entry may use all of it."""
+    salt_quotas: dict[str, float] = msgspec.field(default_factory=dict)
+    """Maximum share of the memory of a tenant for the segments of one account, above 0 to 1; a tenant without an entry
+    has no such limit."""
     drain_s: float = DRAIN_S
     """Maximum seconds for which this node, while it drains, hands its segments over."""
     match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3

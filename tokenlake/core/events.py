@@ -178,6 +178,34 @@ class EvictRequested(_Event, frozen=True, tag=18):
     """Without keys: only segments of this size; 0 for all sizes."""
 
 
+class PrefetchRequested(_Event, frozen=True, tag=27):
+    """A scheduler or an operator wants consecutive segments of a prompt of `tenant` in the memory of this node;
+    `PrefetchDone` follows exactly once."""
+
+    request: int
+    """Number of the request, chosen by the driver."""
+    tenant: str
+    keys: bytes
+    slot_bytes: int
+    shards: int
+    first: int = 0
+    """Index of the first of the keys in its prompt."""
+    source: str = ""
+    """The node to ask first; empty: the directory says which."""
+    pin_s: float = 0.0
+    """Seconds for which the segments are pinned then; 0: they are not."""
+
+
+class UnpinRequested(_Event, frozen=True, tag=28):
+    """A scheduler or an operator ends pins of `tenant` at this node; `UnpinDone` follows exactly once."""
+
+    request: int
+    """Number of the request, chosen by the driver."""
+    tenant: str
+    keys: bytes
+    """The segments; empty for all of the tenant."""
+
+
 class DiskReady(_Event, frozen=True, tag=20):
     """A device of the disk tier was opened, or is used again after a failure: `DiskFound` follows for all segments in
     its tables, then `DiskRecovered`, and the rules write to the device from then on. The event also tells a new
@@ -264,6 +292,8 @@ Event = (
     | LocateRequested
     | HintGiven
     | EvictRequested
+    | PrefetchRequested
+    | UnpinRequested
     | DiskReady
     | DiskFound
     | DiskRecovered

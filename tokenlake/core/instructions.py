@@ -162,6 +162,21 @@ class EvictionDone(_Instruction, frozen=True, tag=14):
     """Devices from which the segments were erased, if they were there."""
 
 
+class PrefetchDone(_Instruction, frozen=True, tag=25):
+    """Answers `PrefetchRequested`."""
+
+    request: int
+    codes: bytes
+    """Per key: LOCAL, MISSING, LOST, PENDING, or a refusal."""
+
+
+class UnpinDone(_Instruction, frozen=True, tag=26):
+    """Answers `UnpinRequested`."""
+
+    request: int
+    unpinned: int
+
+
 class DiskWrite(_Instruction, frozen=True, tag=15):
     """Write segments to a device: the bytes, then a sync of the batch, then the records of the places. Until the driver
     has passed in `DiskWritten`, exactly once, the memory slots stay pinned and the places get no other segment."""
@@ -259,6 +274,8 @@ Instruction = (
     | Drained
     | Located
     | EvictionDone
+    | PrefetchDone
+    | UnpinDone
     | DiskWrite
     | DiskRead
     | DiskForget

@@ -27,12 +27,24 @@ from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.corruption import Corruption
 from tokenlake.core.engines.grants import Grants
 from tokenlake.core.engines.match import Matches
+from tokenlake.core.engines.pins import Pins
+from tokenlake.core.engines.prefetch import Prefetches
 from tokenlake.core.engines.reads import LeaseReads
+from tokenlake.core.engines.salt_quotas import SaltQuotas
 from tokenlake.core.engines.sessions import Process, Session, Sessions
 from tokenlake.core.engines.survey import Survey
 from tokenlake.core.engines.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.engines.write import Writes
-from tokenlake.core.instructions import Answer, CutRegion, Instruction, SendToPeer, Stamp, Welcomed
+from tokenlake.core.instructions import (
+    Answer,
+    CutRegion,
+    Instruction,
+    PrefetchDone,
+    SendToPeer,
+    Stamp,
+    UnpinDone,
+    Welcomed,
+)
 from tokenlake.core.orders import Orders
 from tokenlake.core.regions import Regions
 from tokenlake.core.report import account, misses
@@ -100,11 +112,13 @@ class NodeCore:
         self._ownership = Ownership(context, self._peers, self._directory_node, self._disk)
         self._directory_node.on_redundant = self._ownership.redundant
         self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
-        self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
+        self._pins = Pins(context)
+        self._salt_quotas = SaltQuotas(context)
+        self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._read, self._pins)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._markers.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
-        self._regions = Regions(context, self._sessions)
+        self._regions = Regions(context, self._sessions, self._pins)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node, self._markers)
@@ -123,8 +137,11 @@ class NodeCore:
             self._handover,
             self._touches,
             self._refusals,
+            self._pins,
+            self._salt_quotas,
         )
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
+        self._prefetches = Prefetches(context, self._survey, self._transfers, self._pins)
         self._orders = Orders(context, self._disk)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._ownership, self._handover)
@@ -146,6 +163,9 @@ class NodeCore:
             self._markers,
             self._corruption,
             self._survey,
+            self._pins,
+            self._salt_quotas,
+            self._prefetches,
             self._orders,
             self._refusals,
             self._disk,
@@ -175,6 +195,8 @@ class NodeCore:
                 TenantId(e.tenant), split_keys(e.keys), with_access(e.hints, NO_ACCESS)
             ),
             events.EvictRequested: lambda e: self._orders.evict(e.request, TenantId(e.tenant), e.keys, e.slot_bytes),
+            events.PrefetchRequested: self._prefetch_requested,
+            events.UnpinRequested: self._unpin_requested,
             events.DiskReady: self._disk.ready,
             events.DiskFound: self._disk.found,
             events.DiskRecovered: self._disk.recovered,
@@ -190,6 +212,8 @@ class NodeCore:
             engine.Release: self._reads.release,
             engine.Locate: self._reads.where,
             engine.Hint: self._reads.hint,
+            engine.Prefetch: self._prefetch,
+            engine.Unpin: self._unpin,
             engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
@@ -332,7 +356,10 @@ class NodeCore:
         that the handlers emitted; last the reports of the segments that the event evicted."""
         # The disk tier comes after the regions, which may evict segments.
         self._regions.follow()
-        self._report_gone(self._disk.follow(self._context.store.take_gone()))
+        gone = self._context.store.take_gone()
+        self._pins.left(gone)
+        self._salt_quotas.left(gone)
+        self._report_gone(self._disk.follow(gone))
         return self._emitted()
 
     def _emitted(self) -> list[Instruction]:
@@ -355,9 +382,15 @@ class NodeCore:
 
     def _arrived(self, segment: Segment) -> None:
         """A segment became READY in memory."""
+        self._salt_quotas.arrived(segment)
         if self._context.disk.devices:
             self._context.disk.arrived(segment)
         self._waiting.arrived(segment.tenant, (segment.key,))
+
+    def _read(self, segments: list[Segment]) -> None:
+        """A read of the READY segments of one prompt was counted."""
+        self._ownership.read(segments)
+        self._salt_quotas.read(segments)
 
     # -- engines
 
@@ -399,6 +432,50 @@ class NodeCore:
             self._writes.attach(process, request)
         else:
             self._reads.attach(process, request)
+
+    def _prefetch(self, process: Process, request: engine.Prefetch) -> None:
+        session = process.session
+
+        def done(codes: bytes) -> None:
+            if process.alive:
+                self._context.emit(Answer(process.connection, engine.Prefetched(request.id, codes)))
+
+        self._prefetches.begin(
+            session.tenant,
+            session.slot_bytes,
+            session.shards,
+            request.keys,
+            request.first,
+            request.source,
+            request.pin_s,
+            done,
+        )
+
+    def _unpin(self, process: Process, request: engine.Unpin) -> None:
+        self._pins.unpin(process.session.tenant, split_keys(request.keys))
+
+    def _prefetch_requested(self, event: events.PrefetchRequested) -> None:
+        self._prefetches.begin(
+            TenantId(event.tenant),
+            event.slot_bytes,
+            event.shards,
+            event.keys,
+            event.first,
+            event.source,
+            event.pin_s,
+            lambda codes: self._context.emit(PrefetchDone(event.request, codes)),
+        )
+
+    def _unpin_requested(self, event: events.UnpinRequested) -> None:
+        tenant = TenantId(event.tenant)
+
+        def done(count: int) -> None:
+            self._context.emit(UnpinDone(event.request, count))
+
+        if event.keys:
+            done(self._pins.unpin(tenant, split_keys(event.keys)))
+        else:
+            self._pins.unpin_all(tenant, done)
 
     def _process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
@@ -453,6 +530,7 @@ class NodeCore:
     def _report(self) -> None:
         self._touches.report()
         self._serving.sweep()
+        self._pins.sweep()
         self._disk.look()
         # Repeated in each gossip interval: when a tenant joined, the memory for it may still have been pinned by
         # engines that had died.

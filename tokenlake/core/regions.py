@@ -21,6 +21,7 @@ import math
 from collections.abc import Collection
 
 from tokenlake.core.context import Context
+from tokenlake.core.engines.pins import Pins
 from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.instructions import CloseRegion, MakeRegion
 from tokenlake.identity import TenantId
@@ -45,9 +46,10 @@ that region has slots in use too. A region without slots in use is chosen at onc
 class Regions:
     """Decides which regions are made, and which is emptied for a pressed pool. A node empties one region at a time."""
 
-    def __init__(self, context: Context, sessions: Sessions) -> None:
+    def __init__(self, context: Context, sessions: Sessions, pins: Pins) -> None:
         self._context = context
         self._sessions = sessions
+        self._pins = pins
         self._draining: tuple[SlotPool, PoolId, float] | None = None
         """The region that is being emptied bit by bit: (its pool, the pool that gets its memory, time at which it
         began)."""
@@ -196,6 +198,8 @@ class Regions:
             nonlocal before
             if self._draining is None or self._draining[0] is not pool:
                 return False
+            if pool.draining is not None:
+                self._pins.yield_region(pool.draining)
             drained, left = self._context.store.drain(pool, self._context.now, region)
             if left:
                 before, emptier = left, left < before

@@ -18,6 +18,7 @@ DISK_DAMAGED_RULE = "its bytes on disk were wrong or could not be read"
 DISK_GONE_RULE = "its disk was set aside"
 CORRUPT_RULE = "its bytes were wrong"
 OPERATOR_RULE = "an operator evicted it"
+SALT_RULE = "the quota of its salt was used"
 
 VOID_RULES = (CORRUPT_RULE, OPERATOR_RULE)
 """The rules after which no copy of the segment on this node may be read any more, on disk either."""

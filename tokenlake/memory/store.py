@@ -320,9 +320,10 @@ class SegmentStore:
         """Take a READY segment with wrong bytes out of the index at once, whatever its kind and pins."""
         self._take_out(segment, now, CORRUPT_RULE)
 
-    def evict(self, segment: Segment, now: float) -> None:
-        """Evict a READY segment by order of an operator: it leaves the index at once, whatever its pins."""
-        self._take_out(segment, now, OPERATOR_RULE)
+    def evict(self, segment: Segment, now: float, rule: str = OPERATOR_RULE) -> None:
+        """Evict a READY segment by order of an operator, or by another `rule`: it leaves the index at once, whatever
+        its pins."""
+        self._take_out(segment, now, rule)
 
     def become(self, segment: Segment, kind: Kind, now: float) -> None:
         """Change the kind of an indexed segment."""

@@ -92,7 +92,7 @@ def _agree(message: Any, count: int, what: str, field: str) -> None:
 # -- engines
 
 
-def _changed(message: engine.Prepare | engine.Hint) -> None:
+def _changed(message: engine.Prepare | engine.Hint | engine.Unpin) -> None:
     _at_most(message, _count(message), engine.MAX_CHANGED, "segments")
 
 
@@ -100,6 +100,12 @@ def _prepare(message: engine.Prepare) -> None:
     _changed(message)
     if message.first + _count(message) > MOST_DEPTH:
         raise ValueError(f"a Prepare of segments from index {message.first} on ends beyond index {MOST_DEPTH - 1}")
+
+
+def _prefetch(message: engine.Prefetch) -> None:
+    _at_most(message, _count(message), engine.MAX_FETCHED, "segments")
+    if message.first + _count(message) > MOST_DEPTH:
+        raise ValueError(f"a Prefetch of segments from index {message.first} on ends beyond index {MOST_DEPTH - 1}")
 
 
 def _commit(message: engine.Commit) -> None:
@@ -129,6 +135,8 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Locate: _nothing,
     engine.Hint: _changed,
     engine.Corrupt: _nothing,
+    engine.Prefetch: _prefetch,
+    engine.Unpin: _changed,
     engine.Prepare: _prepare,
     engine.Commit: _commit,
     engine.Abort: _nothing,

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from tokenlake.hints import Hints
 from tokenlake.where import HOST, Where
-from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
+from tokenlake.wire.fields import Index, Name, RequestName, Seconds, SlotBytes
 from tokenlake.wire.funnel import Funnel
 
 MAX_FRAME = 512 << 10
@@ -23,9 +23,9 @@ MAX_FRAME = 512 << 10
 MAX_KEYS = 1024
 """Limit of the segments in one `Match` or `MarkInFlight`: they take the daemon's loop one millisecond."""
 MAX_CHANGED = 128
-"""Limit of the segments in one `Prepare`, `Commit`, `Release` or `Hint`: each takes the daemon's loop up to 7 us."""
+"""Limit of the segments in one `Prepare`, `Commit`, `Release`, `Hint` or `Unpin`: each takes the loop up to 7 us."""
 MAX_FETCHED = 256
-"""Limit of the segments in one `Fetch`: those at other nodes take the daemon's loop 5 us each."""
+"""Limit of the segments in one `Fetch` or `Prefetch`: those at other nodes take the daemon's loop 5 us each."""
 MAX_RANGES = 32
 """Limit of the ranges in one `Release`, each of which may end a lease."""
 MAX_MODEL = 256
@@ -386,6 +386,35 @@ class Unpublished(_Message, frozen=True, tag=32):
     model: Annotated[str, Meta(max_length=MAX_MODEL)]
 
 
+class Prefetch(_Message, frozen=True, tag=33):
+    """Bring consecutive segments of one prompt to the memory of this node, as cached copies, before a request needs
+    them."""
+
+    id: int
+    keys: bytes
+    first: Index = 0
+    """Index of the first of the keys in its prompt."""
+    source: Name = ""
+    """The node that is asked first; empty: the directory says which."""
+    pin_s: Seconds = 0.0
+    """Seconds for which the segments are pinned then; 0: they are not."""
+
+
+class Prefetched(_Message, frozen=True, tag=34):
+    """Answers `Prefetch`. `codes`: LOCAL (it is in memory here, and pinned if that was asked for), MISSING, LOST (it
+    did not come), PENDING (an engine of this node is writing it), or the code of a refusal; QUOTA: the pins of the
+    tenant are used up."""
+
+    id: int
+    codes: bytes
+
+
+class Unpin(_Message, frozen=True, tag=35):
+    """End the pins of these segments at this node. Not answered."""
+
+    keys: bytes
+
+
 EngineRequest = (
     Hello
     | Match
@@ -403,6 +432,8 @@ EngineRequest = (
     | Hint
     | MarkInFlight
     | Corrupt
+    | Prefetch
+    | Unpin
     | Unpublished
     | Explain
     | Bye
@@ -420,6 +451,7 @@ EngineReply = (
     | Located
     | QueryOpened
     | Explained
+    | Prefetched
 )
 
 

@@ -231,6 +231,14 @@ class Control:
         """Give hints about the segments of a prompt."""
         self._ask(self._scheduling.Hint, message)
 
+    def prefetch(self, message: scheduling_pb2.PrefetchRequest) -> scheduling_pb2.PrefetchResponse:
+        """Bring the segments of a prompt to the memory of the node, and pin them there if the message says so."""
+        return self._ask(self._scheduling.Prefetch, message, CHANGE_S)
+
+    def unpin(self, message: scheduling_pb2.UnpinRequest) -> int:
+        """End pins of the node: those of a prompt, or all of the tenant. Returns the number of segments."""
+        return self._ask(self._scheduling.Unpin, message, CHANGE_S).unpinned
+
     # -- the connection
 
     def close(self) -> None:

@@ -1051,12 +1051,15 @@ class HintRequest(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    PIN_S_FIELD_NUMBER: _builtins.int
     segment_tokens: _builtins.int
     outlook: Global___Outlook.ValueType
     category: _builtins.str
     stop_reason: _builtins.str
     priority: _builtins.int
     ttl_s: _builtins.float
+    pin_s: _builtins.float
+    """Seconds for which the copies of this node are pinned; 0: they are not."""
     @_builtins.property
     def prompt(self) -> Global___Prompt: ...
     def __init__(
@@ -1069,10 +1072,11 @@ class HintRequest(_message.Message):
         stop_reason: _builtins.str = ...,
         priority: _builtins.int = ...,
         ttl_s: _builtins.float = ...,
+        pin_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["category", b"category", "outlook", b"outlook", "priority", b"priority", "prompt", b"prompt", "segment_tokens", b"segment_tokens", "stop_reason", b"stop_reason", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["category", b"category", "outlook", b"outlook", "pin_s", b"pin_s", "priority", b"priority", "prompt", b"prompt", "segment_tokens", b"segment_tokens", "stop_reason", b"stop_reason", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1092,3 +1096,123 @@ class HintResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HintResponse: _TypeAlias = HintResponse  # noqa: Y015
+
+@_typing.final
+class PrefetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PIN_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """The node that is asked first; empty: the directory says which."""
+    pin_s: _builtins.float
+    """Seconds for which the segments are pinned once they are here; 0: they are not."""
+    tenant: _builtins.str
+    """The tenant; only an admin may name another one than its own."""
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """Its `fingerprint` is needed with `keys` too."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Global___Prompt | None = ...,
+        source: _builtins.str = ...,
+        pin_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_s", b"pin_s", "prompt", b"prompt", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchResponse(_message.Message):
+    """The full segments of the prompt, each counted once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HERE_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    here: _builtins.int
+    """Segments that are in the memory of this node, and pinned there if the request asked for that."""
+    missing: _builtins.int
+    """Segments that no node has."""
+    lost: _builtins.int
+    """Segments that did not come, or that an engine is writing."""
+    refused: _builtins.int
+    """Segments for which there was no room, or no room for pins."""
+    prefix: _builtins.int
+    """Segments from the first one on that are here: a request finds these."""
+    def __init__(
+        self,
+        *,
+        here: _builtins.int = ...,
+        missing: _builtins.int = ...,
+        lost: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        prefix: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here", b"here", "lost", b"lost", "missing", b"missing", "prefix", b"prefix", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    SEGMENT_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    segment_tokens: _builtins.int
+    tenant: _builtins.str
+    """The tenant; only an admin may name another one than its own."""
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """The prompt; without it all pins of the tenant end."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Global___Prompt | None = ...,
+        segment_tokens: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "segment_tokens", b"segment_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNPINNED_FIELD_NUMBER: _builtins.int
+    unpinned: _builtins.int
+    def __init__(
+        self,
+        *,
+        unpinned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unpinned", b"unpinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015

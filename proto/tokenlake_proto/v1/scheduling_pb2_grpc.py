@@ -69,6 +69,16 @@ class SchedulingStub(object):
                 request_serializer=tokenlake_dot_v1_dot_scheduling__pb2.HintRequest.SerializeToString,
                 response_deserializer=tokenlake_dot_v1_dot_scheduling__pb2.HintResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/tokenlake.v1.Scheduling/Prefetch',
+                request_serializer=tokenlake_dot_v1_dot_scheduling__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=tokenlake_dot_v1_dot_scheduling__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/tokenlake.v1.Scheduling/Unpin',
+                request_serializer=tokenlake_dot_v1_dot_scheduling__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=tokenlake_dot_v1_dot_scheduling__pb2.UnpinResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulingServicer(object):
@@ -117,7 +127,21 @@ class SchedulingServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Hint(self, request, context):
-        """Gives hints about the segments of a prompt. They change the order of eviction only.
+        """Gives hints about the segments of a prompt. They change the order of eviction, and pin the copies of this node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Brings the segments of a prompt to the memory of this node before a request needs them, and may pin them there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Ends pins of this node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +184,16 @@ def add_SchedulingServicer_to_server(servicer, server):
                     servicer.Hint,
                     request_deserializer=tokenlake_dot_v1_dot_scheduling__pb2.HintRequest.FromString,
                     response_serializer=tokenlake_dot_v1_dot_scheduling__pb2.HintResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=tokenlake_dot_v1_dot_scheduling__pb2.PrefetchRequest.FromString,
+                    response_serializer=tokenlake_dot_v1_dot_scheduling__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=tokenlake_dot_v1_dot_scheduling__pb2.UnpinRequest.FromString,
+                    response_serializer=tokenlake_dot_v1_dot_scheduling__pb2.UnpinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +385,60 @@ class Scheduling(object):
             '/tokenlake.v1.Scheduling/Hint',
             tokenlake_dot_v1_dot_scheduling__pb2.HintRequest.SerializeToString,
             tokenlake_dot_v1_dot_scheduling__pb2.HintResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenlake.v1.Scheduling/Prefetch',
+            tokenlake_dot_v1_dot_scheduling__pb2.PrefetchRequest.SerializeToString,
+            tokenlake_dot_v1_dot_scheduling__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenlake.v1.Scheduling/Unpin',
+            tokenlake_dot_v1_dot_scheduling__pb2.UnpinRequest.SerializeToString,
+            tokenlake_dot_v1_dot_scheduling__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,7 +47,11 @@ class SchedulingStub:
     Report: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.ReportRequest, _scheduling_pb2.ReportResponse]
     """Tells what happened to requests of a fleet, and times that were measured there."""
     Hint: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.HintRequest, _scheduling_pb2.HintResponse]
-    """Gives hints about the segments of a prompt. They change the order of eviction only."""
+    """Gives hints about the segments of a prompt. They change the order of eviction, and pin the copies of this node."""
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.PrefetchRequest, _scheduling_pb2.PrefetchResponse]
+    """Brings the segments of a prompt to the memory of this node before a request needs them, and may pin them there."""
+    Unpin: _grpc.UnaryUnaryMultiCallable[_scheduling_pb2.UnpinRequest, _scheduling_pb2.UnpinResponse]
+    """Ends pins of this node."""
 
 @_typing.type_check_only
 class SchedulingAsyncStub(SchedulingStub):
@@ -65,7 +69,11 @@ class SchedulingAsyncStub(SchedulingStub):
     Report: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.ReportRequest, _scheduling_pb2.ReportResponse]  # type: ignore[assignment]
     """Tells what happened to requests of a fleet, and times that were measured there."""
     Hint: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.HintRequest, _scheduling_pb2.HintResponse]  # type: ignore[assignment]
-    """Gives hints about the segments of a prompt. They change the order of eviction only."""
+    """Gives hints about the segments of a prompt. They change the order of eviction, and pin the copies of this node."""
+    Prefetch: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.PrefetchRequest, _scheduling_pb2.PrefetchResponse]  # type: ignore[assignment]
+    """Brings the segments of a prompt to the memory of this node before a request needs them, and may pin them there."""
+    Unpin: _aio.UnaryUnaryMultiCallable[_scheduling_pb2.UnpinRequest, _scheduling_pb2.UnpinResponse]  # type: ignore[assignment]
+    """Ends pins of this node."""
 
 class SchedulingServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -122,6 +130,22 @@ class SchedulingServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduling_pb2.HintRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduling_pb2.HintResponse, _abc.Awaitable[_scheduling_pb2.HintResponse]]:
-        """Gives hints about the segments of a prompt. They change the order of eviction only."""
+        """Gives hints about the segments of a prompt. They change the order of eviction, and pin the copies of this node."""
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _scheduling_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduling_pb2.PrefetchResponse, _abc.Awaitable[_scheduling_pb2.PrefetchResponse]]:
+        """Brings the segments of a prompt to the memory of this node before a request needs them, and may pin them there."""
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _scheduling_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduling_pb2.UnpinResponse, _abc.Awaitable[_scheduling_pb2.UnpinResponse]]:
+        """Ends pins of this node."""
 
 def add_SchedulingServicer_to_server(servicer: SchedulingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

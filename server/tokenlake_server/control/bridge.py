@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tokenlake.core import events
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import Answer, EvictionDone, Located
+from tokenlake.core.instructions import Answer, EvictionDone, Located, PrefetchDone, UnpinDone
 from tokenlake.errors import Refused, TokenLakeError, Unreachable
 from tokenlake.wire import engine
 from tokenlake_server.loop.driver import Driver
@@ -38,6 +38,8 @@ class Bridge:
         """By number of a question to the rules: the function that takes the answer. Used on the control loop only."""
         driver.carry_out(Located, lambda answer: self._answered(answer.request, answer))
         driver.carry_out(EvictionDone, lambda answer: self._answered(answer.request, answer))
+        driver.carry_out(PrefetchDone, lambda answer: self._answered(answer.request, answer))
+        driver.carry_out(UnpinDone, lambda answer: self._answered(answer.request, answer))
 
     async def call(self, function: Callable[[], T], of: str = "") -> T:
         """Call a short function on the control loop and return its result. `of`: the tenant in whose turn it is called;

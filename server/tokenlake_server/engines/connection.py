@@ -246,19 +246,24 @@ class EngineConnection:
         return self._version
 
 
+_WITH_KEYS = (engine.Match, engine.Prepare, engine.Hint, engine.MarkInFlight, engine.Prefetch, engine.Unpin)
+
+
 def keys_over_limit(message: engine.EngineRequest) -> str:
     """A text about the limit that the number of segments in a request exceeds; empty when the number is within the
     limit."""
     keys = _segments(message)
-    if isinstance(message, engine.Prepare | engine.Hint):
+    if isinstance(message, engine.Prepare | engine.Hint | engine.Unpin):
         name, limit = "max_changed", MAX_CHANGED
+    elif isinstance(message, engine.Fetch | engine.Prefetch):
+        name, limit = "max_fetched", MAX_FETCHED
     else:
-        name, limit = ("max_fetched", MAX_FETCHED) if isinstance(message, engine.Fetch) else ("max_keys", MAX_KEYS)
+        name, limit = "max_keys", MAX_KEYS
     return f"{keys} segments in one request; limit '{name}' is {limit}" if keys > limit else ""
 
 
 def _segments(message: engine.EngineRequest) -> int:
     """The number of segments that a request names."""
-    if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.MarkInFlight):
+    if isinstance(message, _WITH_KEYS):
         return len(message.keys) // KEY_BYTES
     return max(0, message.stop - message.start) if isinstance(message, engine.Fetch) else 0

@@ -16,6 +16,7 @@ from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
 from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, Way, grow
 from tokenlake.planner.fits import Fit
 from tokenlake.planner.router import Prefill, Start
+from tokenlake.wire import Code
 from tokenlake.wire.slots import join_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.control.messages import MAX_KEYS, check_name, keys_of
@@ -225,6 +226,20 @@ def hints_of(message: pb.HintRequest) -> Hints:
         stop_reason=message.stop_reason,
         priority=message.priority,
         ttl_s=message.ttl_s,
+        pin_s=message.pin_s,
+    )
+
+
+def prefetched_message(codes: bytes | bytearray) -> pb.PrefetchResponse:
+    """The outcome of a prefetch; `codes`: one per segment of the prompt."""
+    here, missing = codes.count(Code.LOCAL), codes.count(Code.MISSING)
+    refused = sum(Code(code).refused and code != Code.BAD_CHECKSUM for code in codes)
+    return pb.PrefetchResponse(
+        here=here,
+        missing=missing,
+        refused=refused,
+        lost=len(codes) - here - missing - refused,
+        prefix=len(codes) - len(bytes(codes).lstrip(bytes([Code.LOCAL]))),
     )
 
 

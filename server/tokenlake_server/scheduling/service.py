@@ -11,9 +11,10 @@ from functools import partial
 from tokenlake.config import Tenant
 from tokenlake.core import events
 from tokenlake.core.engines.survey import MAX_LOCATED
-from tokenlake.core.instructions import Located
+from tokenlake.core.instructions import Located, PrefetchDone, UnpinDone
 from tokenlake.core.node import MemberState
-from tokenlake.errors import ConfigurationError, LimitReached
+from tokenlake.errors import ConfigurationError, LayoutRefused, LimitReached
+from tokenlake.hints import MAX_PIN_S
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Level, Metric
 from tokenlake.opaque_layout import AnyLayout
@@ -23,7 +24,7 @@ from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.control.bridge import Bridge
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.callers import Caller
-from tokenlake_server.control.messages import layout_message
+from tokenlake_server.control.messages import check_name, layout_message
 from tokenlake_server.control.service import Unary
 from tokenlake_server.control.work import Work
 from tokenlake_server.engines.listener import EngineListener
@@ -35,6 +36,7 @@ from tokenlake_server.scheduling.messages import (
     distinct,
     hints_of,
     plans_message,
+    prefetched_message,
     rates_of,
     request_of,
     start_message,
@@ -76,6 +78,8 @@ class Scheduling:
             "GetStart": self.get_start,
             "Report": self.report,
             "Hint": self.hint,
+            "Prefetch": self.prefetch,
+            "Unpin": self.unpin,
         }
 
     async def get_layouts(self, caller: Caller, message: pb.GetLayoutsRequest) -> pb.GetLayoutsResponse:
@@ -185,6 +189,49 @@ class Scheduling:
             event = events.HintGiven(tenant.name, join_keys(list(request.keys[at : at + MAX_LOCATED])), hints)
             await self._bridge.call(partial(self._driver.handle, event), tenant.name)
         return pb.HintResponse()
+
+    async def prefetch(self, caller: Caller, message: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        """Bring the segments of a prompt to this node."""
+        tenant = caller.target(message.tenant)
+        check_name("node", message.source)
+        if not 0 <= message.pin_s <= MAX_PIN_S:
+            raise ValueError(f"pin_s is {message.pin_s}; expected 0 (no pin) to {MAX_PIN_S:.0f} seconds")
+        layouts = {bytes(each.fingerprint()): each for each in await self._layouts(tenant)}
+        layout = layouts.get(message.prompt.fingerprint)
+        if layout is None:
+            raise LayoutRefused("no engine of this tenant has connected to this node with a layout of this fingerprint")
+        (request,) = await self._requests(tenant, [message.prompt], layout.segment_tokens)
+        codes = bytearray()
+        for at in range(0, len(request.keys), MAX_LOCATED):
+            make = partial(
+                events.PrefetchRequested,
+                tenant=tenant.name,
+                keys=join_keys(list(request.keys[at : at + MAX_LOCATED])),
+                slot_bytes=layout.segment_bytes,
+                shards=layout.shards,
+                first=at,
+                source=message.source,
+                pin_s=message.pin_s,
+            )
+            done: PrefetchDone = await self._bridge.ask(make, tenant.name)
+            codes += done.codes
+        return prefetched_message(codes)
+
+    async def unpin(self, caller: Caller, message: pb.UnpinRequest) -> pb.UnpinResponse:
+        """End the pins of a prompt's segments, or of the whole tenant."""
+        tenant = caller.target(message.tenant)
+        parts = [b""]
+        if message.HasField("prompt"):
+            (request,) = await self._requests(tenant, [message.prompt], message.segment_tokens)
+            parts = [
+                join_keys(list(request.keys[at : at + MAX_LOCATED])) for at in range(0, len(request.keys), MAX_LOCATED)
+            ]
+        unpinned = 0
+        for part in parts:
+            make = partial(events.UnpinRequested, tenant=tenant.name, keys=part)
+            done: UnpinDone = await self._bridge.ask(make, tenant.name)
+            unpinned += done.unpinned
+        return pb.UnpinResponse(unpinned=unpinned)
 
     # -- in the thread of `work`
 

@@ -84,6 +84,7 @@ def core_config(config: ServerConfig, incarnation: int, record: RingRecord | Non
         makers=makers(),
         made=False,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
+        salt_quotas={tenant.name: tenant.salt_quota for tenant in config.tenants if tenant.salt_quota < 1},
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
         drain_s=config.drain_s or DRAIN_S,

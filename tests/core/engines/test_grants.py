@@ -11,6 +11,7 @@ from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.engines import grants
 from tokenlake.core.engines.access import Touches
 from tokenlake.core.engines.grants import Grants, Lease, SessionGrants, Write
+from tokenlake.core.engines.pins import Pins
 from tokenlake.core.report.account import Account
 from tokenlake.core.report.misses import Beyond
 from tokenlake.directory.ring_record import RingRecord
@@ -35,7 +36,7 @@ class Scene:
         self.context = Context(CoreConfig("a", 1, RingRecord.of({"a": 1, "b": 1}), 1, 8 * SLOT_BYTES))
         peers = Peers(self.context, *4 * [lambda peer_: None])
         peers.came_up(OTHER, Incarnation(1))
-        touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None)
+        touches = Touches(self.context, peers, lambda tenant, key: None, lambda segments: None, Pins(self.context))
         self.grants = Grants(self.context, peers, touches, lambda tenant, keys, session: None)
         self.session = SessionGrants(RED, SLOT_BYTES, TOKENS)
 

@@ -51,8 +51,9 @@ def test_every_count_has_a_series_from_the_start() -> None:
     series = page.series()
     assert set(series.values()) == {0.0}
     for count in COUNTS.values():
-        name, _, label = count.series.partition("{")
-        found = [key for key in series if key.startswith(f"{name}{{") and label.rstrip("}") in key]
+        name = count.series.partition("{")[0]
+        labels = [f'{label}="{value}"' for label, value in count.labels.items()]
+        found = [key for key in series if key.startswith(f"{name}{{") and all(each in key for each in labels)]
         assert len(found) == 2, "one for each engine"
     for name in TIMES:
         assert series[f'vllm:tokenlake_{name}_count{{engine="1",model_name="m"}}'] == 0

@@ -14,9 +14,11 @@ from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, daemo
 from tests.server.control.scene import local
 from tokenlake.attention import AttentionShape
 from tokenlake.config import Secret, Tenant
-from tokenlake.errors import LayoutRefused, LimitReached, Refused
+from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Refused
+from tokenlake.hints import Hints
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
+from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.control import Control, ControlPlane, FleetRouter
 from tokenlake_operator.status import status
@@ -278,3 +280,41 @@ def test_locations_are_told_and_used() -> None:
         cluster.nodes[1].stop()
         cluster.nodes[1].start(location="rack-2")
         wait_until(lambda: "locations" in seen(), "the location that node1 has after its restart")
+
+
+def test_prefetches_and_pins(two: Cluster) -> None:
+    """A prompt that one node has comes to the other before its request, by its tokens and by its keys."""
+    prompt = Prompt(77, 3)
+    with two.connect(0, LAYOUT) as writer, two.connect(1, LAYOUT) as reader, local(two.nodes[1]) as control:
+        store(writer, prompt)
+        wait_told(two)
+        mark = bytes(LAYOUT.fingerprint())
+        by_tokens = pb.Prompt(token_ids=np.asarray(prompt.tokens, "<u4").tobytes(), fingerprint=mark)
+        answer = control.prefetch(pb.PrefetchRequest(prompt=by_tokens))
+        assert (answer.here, answer.missing, answer.lost, answer.refused, answer.prefix) == (3, 0, 0, 0, 3)
+        keys = reader.prefix(prompt.tokens).keys
+        nowhere = reader.prefix(Prompt(78, 1).tokens).keys
+        both = pb.Prompt(keys=b"".join([*nowhere, *keys]), tokens=4 * SEGMENT_TOKENS, fingerprint=mark)
+        answer = control.prefetch(pb.PrefetchRequest(prompt=both, source="node0", pin_s=60.0))
+        assert (answer.here, answer.missing, answer.prefix) == (3, 1, 0)
+        with reader.match(keys) as lease:
+            assert bytes(lease.codes) == bytes([Code.LOCAL] * 3)
+        assert control.unpin(pb.UnpinRequest(prompt=both, segment_tokens=SEGMENT_TOKENS)) == 3
+        assert control.unpin(pb.UnpinRequest()) == 0
+        assert reader.prefetch(keys, pin_s=60.0) == bytes([Code.LOCAL] * 3)
+        assert reader.prefetch(nowhere) == bytes([Code.MISSING])
+        reader.unpin(keys[:1])
+        # The answer of a later call on the same connection tells that the message has arrived.
+        reader.prefetch(nowhere)
+        assert control.unpin(pb.UnpinRequest()) == 2
+        reader.hint(keys, Hints(pin_s=60.0))
+        reader.prefetch(nowhere)
+        assert control.unpin(pb.UnpinRequest()) == 3
+        for wrong, said in (
+            (pb.PrefetchRequest(prompt=pb.Prompt(keys=keys[0])), "no engine of this tenant"),
+            (pb.PrefetchRequest(prompt=by_tokens, pin_s=-1), "pin_s is -1"),
+            (pb.PrefetchRequest(prompt=by_tokens, source="n" * 999), "the name of a node"),
+            (pb.PrefetchRequest(prompt=by_tokens, tenant="nobody"), "nobody"),
+        ):
+            with pytest.raises((Refused, CredentialRefused), match=said):
+                control.prefetch(wrong)

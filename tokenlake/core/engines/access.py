@@ -17,7 +17,8 @@ import msgspec
 
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context, KnownAccess, Part
-from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
+from tokenlake.core.engines.pins import Pins
+from tokenlake.hints import NO_ACCESS, NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.memory import Segment, State
@@ -145,11 +146,13 @@ class Touches(Part):
         peers: Peers,
         recorded_owner: Callable[[TenantId, SegmentKey], NodeId | None],
         on_read: Callable[[list[Segment]], None],
+        pins: Pins,
     ) -> None:
         """`recorded_owner`: returns the owner of a segment according to this node's directory. `on_read`: called with
         the READY segments of one prompt, in prompt order, after a read of them was counted."""
         self._recorded_owner = recorded_owner
         self._on_read = on_read
+        self._pins = pins
         self._context = context
         self._peers = peers
         self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
@@ -160,6 +163,9 @@ class Touches(Part):
         """Count a read of segments of one prompt, in prompt order, that a local engine stopped reading or wrote again.
         `hints`: those of the engine's request."""
         segments = [segment for segment in segments if segment.state is _READY]
+        if hints is not None and hints.pin_s:
+            self._pins.pin(segments, hints.pin_s)
+            hints = hints.without_pin()
         self._context.store.touch(segments, self._context.now, hints)
         self._report_copies(segments, _Report(hints, used=True, relayed=False))
         self._on_read(segments)
@@ -172,6 +178,11 @@ class Touches(Part):
         """
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
+        if hints.pin_s:
+            self._pins.pin(here, hints.pin_s)
+            hints = hints.without_pin()
+            if hints == NO_HINTS:
+                return
         self._context.store.hint(here, hints, self._context.now)
         on_disk = self._context.on_disk(tenant, keys, found)
         for entry in on_disk.values():

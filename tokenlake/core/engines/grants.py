@@ -132,6 +132,8 @@ class Write:
         self.timer: Timer | None = None
         self.began = 0.0
         """Time in seconds at which the slots were reserved."""
+        self.pin_s = 0.0
+        """Seconds for which its segments are pinned when they are committed; 0: they are not."""
 
 
 class SessionGrants:

@@ -43,11 +43,12 @@ MAX_LOCATED = 256
 class _Question:
     """One request that waits for other nodes."""
 
-    request: int
     tenant: TenantId
     keys: list[SegmentKey]
     disks: bool
     deadline: float
+    then: Callable[[_Question], None]
+    """Called with the question once the owners are known."""
     owners: dict[SegmentKey, tuple[NodeId, ...]] = field(default_factory=dict)
     """By key: the nodes that have the segment, in the order in which they became known."""
     disk_s: dict[SegmentKey, float] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class _Question:
 
 
 class Survey(Part):
-    """Handles `LocateRequested`: finds the nodes that have segments."""
+    """Finds the nodes that have segments, for `LocateRequested` and for prefetches."""
 
     def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
         self._context = context
@@ -79,12 +80,27 @@ class Survey(Part):
     def locate(self, request: int, tenant: TenantId, packed: bytes, deadline_s: float, disks: bool) -> None:
         """Find the nodes that have the segments of the keys `packed`, and answer with `Located`. `disks`: with the time
         that reads from disks take."""
-        keys = split_keys(packed)
+        self._begin(tenant, split_keys(packed), deadline_s, disks, partial(self._answer, request))
+
+    def find(
+        self, tenant: TenantId, keys: list[SegmentKey], then: Callable[[dict[SegmentKey, tuple[NodeId, ...]]], None]
+    ) -> None:
+        """Find the nodes that have segments, and call `then` with those of each key that some node has."""
+        self._begin(tenant, keys, 0.0, False, lambda question: then(question.owners))
+
+    def _begin(
+        self,
+        tenant: TenantId,
+        keys: list[SegmentKey],
+        deadline_s: float,
+        disks: bool,
+        then: Callable[[_Question], None],
+    ) -> None:
         here = self._context.node
         limit_s = match_deadline_s(self._context.config.match_deadline_s, len(keys))
         if 0 < deadline_s < limit_s:
             limit_s = deadline_s
-        question = _Question(request, tenant, keys, disks, self._context.now + limit_s)
+        question = _Question(tenant, keys, disks, self._context.now + limit_s, then)
         found = self._context.ready(tenant, keys)
         on_disk = self._context.on_disk(tenant, keys, found)
         missing: list[SegmentKey] = []
@@ -145,13 +161,16 @@ class Survey(Part):
             for key, owners in question.owners.items():
                 if len(owners) == 1 and owners[0] != self._context.node:
                     asked.setdefault(owners[0], []).append(key)
-        self._ask(question, asked, self._heard_disk, self._answer)
+        self._ask(question, asked, self._heard_disk, self._end)
 
     def _heard_disk(self, question: _Question, node: NodeId, keys: list[SegmentKey], reply: wire.LookupReply) -> None:
         question.reads(list(itertools.compress(keys, reply.on_disk)), reply.disk_s)
 
-    def _answer(self, question: _Question) -> None:
+    def _end(self, question: _Question) -> None:
         self._waiting -= 1
+        question.then(question)
+
+    def _answer(self, request: int, question: _Question) -> None:
         numbers: dict[NodeId, int] = {}
         # Most segments of a prompt have the same owners.
         made: dict[tuple[NodeId, ...], tuple[int, ...]] = {(): ()}
@@ -161,7 +180,7 @@ class Survey(Part):
                 made[each] = tuple(numbers.setdefault(node, len(numbers)) for node in each)
         owners = tuple(made[each] for each in found)
         disk_s = tuple(question.disk_s.get(key, 0.0) for key in question.keys) if question.disk_s else ()
-        self._context.emit(Located(question.request, tuple(numbers), owners, disk_s))
+        self._context.emit(Located(request, tuple(numbers), owners, disk_s))
 
     def census(self) -> dict[str, int]:
         return {"surveys": self._waiting}

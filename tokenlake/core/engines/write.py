@@ -12,6 +12,8 @@ from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.grants import Grants, Write
+from tokenlake.core.engines.pins import Pins
+from tokenlake.core.engines.salt_quotas import SaltQuotas
 from tokenlake.core.engines.sessions import Process, Session
 from tokenlake.core.instructions import Answer
 from tokenlake.core.report.refusals import Refusals
@@ -44,9 +46,13 @@ class Writes:
         handover: Handover,
         touches: Touches,
         refusals: Refusals,
+        pins: Pins,
+        salt_quotas: SaltQuotas,
     ) -> None:
         self._context = context
         self._refusals = refusals
+        self._pins = pins
+        self._salt_quotas = salt_quotas
         self._seconds = context.counters.histogram(STORE_SECONDS)
         self._grants = grants
         self._directory_node = directory_node
@@ -62,10 +68,12 @@ class Writes:
         access, parents = session.recent.access(keys, request.first)
         hints = with_access(request.hints, access)
         write = Write(WriteId(self._context.next_id()), process.connection)
+        write.pin_s = hints.pin_s
         room = self._grants.reserve_room(session)
         codes = bytearray()
         slots: list[bytes] = []
         refusal: Code | None = None
+        kept = hints.without_pin()
         for index, key in enumerate(keys):
             known = store.get(session.tenant, key)
             outcome: Segment | Code
@@ -75,7 +83,7 @@ class Writes:
                 outcome = refusal
             else:
                 depth = request.first + index
-                outcome = self._reserve(session, key, depth, room - len(write.open), hints, parents[index])
+                outcome = self._reserve(session, key, depth, room - len(write.open), kept, parents[index])
             if isinstance(outcome, Segment):
                 write.open[index] = outcome
                 codes.append(Code.RESERVED)
@@ -173,8 +181,11 @@ class Writes:
             self._seconds.add(self._context.now - write.began)
         self._context.counters.add(STORED, len(whole))
         self._context.counters.add_for(WRITTEN_BYTES, len(whole) * session.slot_bytes, session.tenant)
+        if write.pin_s:
+            self._pins.pin(whole, write.pin_s)
         self._ownership.committed(session.tenant, whole)
         self._handover.committed(whole)
+        self._salt_quotas.trim(whole)
         return bytes(codes)
 
     def abort(self, process: Process, request: engine.Abort) -> None:

@@ -138,10 +138,12 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         reason = _not_served(request) or not_served(request, self._adapters)
         lora = request.lora_request
         if reason is None:
-            hints = self.side.hints(request.request_id, request.kv_transfer_params)
+            acts = self.side.acts(request)
             adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
             extras = media_digests(request.mm_features, self.settings.segment_tokens)
-            self._scheduler.new_request(request, hints, adapter, extras, self._split(request))
+            self._scheduler.new_request(request, acts.hints, adapter, extras, self._split(request))
+            for bring in acts.brings:
+                self.side.brought(bring, self._scheduler.bring(request.request_id, bring))
         else:
             self.counters.add(requests_not_served=1)
             self.side.refuse(reason)

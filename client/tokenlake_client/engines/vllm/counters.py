@@ -56,14 +56,27 @@ class Count:
     """The name of the metric between `PREFIX` and `_total`."""
     source: str = ""
     """The value of the metric's label `source`; empty: the metric has no such label."""
+    action: tuple[str, str] | None = None
+    """The values of the metric's labels `action` and `outcome`; None: the metric has none."""
     sides: frozenset[Side] = SCHEDULER
     """The sides whose count the metric adds up."""
 
     @property
     def series(self) -> str:
         """The time series on the metrics page."""
-        label = f'{{source="{self.source}"}}' if self.source else ""
-        return f"{PREFIX}{self.metric}_total{label}"
+        told = ",".join(f'{name}="{value}"' for name, value in self.labels.items())
+        return f"{PREFIX}{self.metric}_total{{{told}}}" if told else f"{PREFIX}{self.metric}_total"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the time series, beside vLLM's own."""
+        if self.action is not None:
+            return dict(zip(("action", "outcome"), self.action, strict=True))
+        return {"source": self.source} if self.source else {}
+
+
+def _action(act: str, outcome: str) -> Count:
+    return Count(f"actions `{act}` of routers, {outcome}", "kv_hints", action=(act, outcome))
 
 
 @dataclass(slots=True)
@@ -153,6 +166,24 @@ class Counts:
         int,
         Count("requests computed by another engine, of which this engine computed more tokens", "prefills_recomputed"),
     ] = 0
+    hints_retain_obeyed: Annotated[int, _action("retain", "obeyed")] = 0
+    hints_retain_malformed: Annotated[int, _action("retain", "malformed")] = 0
+    hints_retain_refused: Annotated[int, _action("retain", "refused")] = 0
+    hints_demote_obeyed: Annotated[int, _action("demote", "obeyed")] = 0
+    hints_demote_malformed: Annotated[int, _action("demote", "malformed")] = 0
+    hints_demote_refused: Annotated[int, _action("demote", "refused")] = 0
+    hints_pin_obeyed: Annotated[int, _action("pin", "obeyed")] = 0
+    hints_pin_malformed: Annotated[int, _action("pin", "malformed")] = 0
+    hints_pin_refused: Annotated[int, _action("pin", "refused")] = 0
+    hints_prefetch_obeyed: Annotated[int, _action("prefetch", "obeyed")] = 0
+    hints_prefetch_malformed: Annotated[int, _action("prefetch", "malformed")] = 0
+    hints_prefetch_refused: Annotated[int, _action("prefetch", "refused")] = 0
+    hints_share_obeyed: Annotated[int, _action("share", "obeyed")] = 0
+    hints_share_malformed: Annotated[int, _action("share", "malformed")] = 0
+    hints_share_refused: Annotated[int, _action("share", "refused")] = 0
+    hints_other_unknown: Annotated[int, _action("other", "unknown")] = 0
+    hints_other_malformed: Annotated[int, _action("other", "malformed")] = 0
+    hints_other_refused: Annotated[int, _action("other", "refused")] = 0
     failures: Annotated[int, Count("errors of the pool; none of them reached vLLM", "failures", sides=ALL)] = 0
     hook_seconds: Annotated[
         float, Count("seconds that vLLM spent in the connector's hooks", "hook_seconds", sides=BOTH)

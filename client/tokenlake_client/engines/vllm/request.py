@@ -41,6 +41,7 @@ class _RequestHints(msgspec.Struct, forbid_unknown_fields=True):
     category: str = ""
     priority: int = 0
     ttl_s: float = 0.0
+    pin_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +139,26 @@ class RequestState(ServedRequest):
         hashed, or all tokens after a restart of the daemon, which may have another secret then. `salt`: the salt of the
         engine, which is part of the keys. Only for a request that is `identified`."""
         if self.prefix is None or self.incarnation != pool.engine.incarnation:
-            self.prefix = pool.prefix(
-                adapter=self.adapter.digest if self.adapter is not None else None,
-                salt=joined_salt(salt, self.request.cache_salt),
-                extras=self.extras,
-                weights_digest=self.weights,
-            )
+            self.prefix = self._chain(pool, salt, self.extras)
             self.incarnation = pool.engine.incarnation
         known = self.prefix.tokens
         if known < self.request.num_tokens:
             self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
         return self.prefix.keys
+
+    def keys_of(self, pool: Pool, salt: str | None, tokens: Sequence[int]) -> Sequence[SegmentKey]:
+        """The keys of another prompt of the same sender: it has the adapter and the salts of this request."""
+        chain = self._chain(pool, salt)
+        chain.extend(tokens)
+        return chain.keys
+
+    def _chain(self, pool: Pool, salt: str | None, extras: Mapping[int, Sequence[bytes]] | None = None) -> Prefix:
+        return pool.prefix(
+            adapter=self.adapter.digest if self.adapter is not None else None,
+            salt=joined_salt(salt, self.request.cache_salt),
+            extras=extras,
+            weights_digest=self.weights,
+        )
 
     def contents(self, pool: Pool, segments: range, model: str) -> tuple[bytes, ...]:
         """The contents of `segments`, whose keys are known, for routers. `model`: the name under which vLLM serves it.
@@ -271,7 +281,7 @@ def hints_of(params: object) -> Hints | None:
         return None
     try:
         said = msgspec.convert(fields, _RequestHints)
-        return Hints(_OUTLOOKS[said.outlook], said.category, priority=said.priority, ttl_s=said.ttl_s)
+        return Hints(_OUTLOOKS[said.outlook], said.category, priority=said.priority, ttl_s=said.ttl_s, pin_s=said.pin_s)
     except ValueError as error:
         text = str(error)
         shown = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 2 :]}"

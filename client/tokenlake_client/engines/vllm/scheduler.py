@@ -24,6 +24,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.planner import Rates
 from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlightWait
+from tokenlake_client.engines.common.kv_hints import Bring
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
@@ -130,6 +131,20 @@ class SchedulerSide:
         waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
             self._begin_lookup(state)
+
+    def bring(self, name: str, bring: Bring) -> bool:
+        """Bring a prompt to this node, as the request `name` wants. Never waits. Returns False where the pool, or the
+        digest of the request's adapter, is not there, and where the daemon takes no request now."""
+        state, pool = self._requests.get(name), None if self._stopped else self._pool()
+        if state is None or pool is None or not pool.connected or not state.identified:
+            return False
+        salt = self._settings.salt
+        keys = state.keys(pool, salt) if bring.tokens is None else state.keys_of(pool, salt, bring.tokens)
+        try:
+            pool.engine.prefetch(keys, bring.source)
+        except TokenLakeError:
+            return False
+        return True
 
     def matched(self, request: Any, computed: int, *, reads: bool = True) -> int | None:
         """The number of tokens to load behind the first `computed`; None: not known yet, and vLLM asks again. `reads`:

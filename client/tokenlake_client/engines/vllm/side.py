@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from msgspec import structs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError
-from tokenlake.hints import Hints
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import AnyLayout
 from tokenlake_client.engines.common.connection import Connection, declined
+from tokenlake_client.engines.common.kv_hints import OBEYED, REFUSED, Acts, Bring, acts_of, envelope_of
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
@@ -31,6 +33,7 @@ from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
 from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.pool import Pool
+from tokenlake_client.salts import account_of
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
 # below it.
@@ -95,13 +98,27 @@ class Side:
         """Log why the pool does not serve the engine or a request."""
         self.reports.warn(f"served without the pool: {reason}")
 
-    def hints(self, request: str, params: object) -> Hints | None:
-        """The hints in a request's `kv_transfer_params`; None without valid ones, which is logged."""
+    def acts(self, request: Any) -> Acts:
+        """The hints in a request's `kv_transfer_params`, and the acts that routers want. What is not valid is logged,
+        and acts are counted, but those that bring a prompt: see `brought`."""
+        name, hints = request.request_id[:100], None
         try:
-            return hints_of(params)
+            hints = hints_of(request.kv_transfer_params)
         except ValueError as error:
-            self.reports.warn(f"request {request[:100]!r} is served without its hints: {error}", kind="hints")
-            return None
+            self.reports.warn(f"request {name!r} is served without its hints: {error}", kind="hints")
+        account = account_of(request.cache_salt)
+        if account:
+            hints = structs.replace(hints or NO_HINTS, account=account)
+        acts = acts_of(envelope_of(request), hints)
+        for act, outcome in acts.counted:
+            self.counters.add(**{f"hints_{act or 'other'}_{outcome}": 1})
+        for problem in acts.problems:
+            self.reports.warn(f"kv_hints: {problem}", kind="kv hints")
+        return acts
+
+    def brought(self, bring: Bring, done: bool) -> None:
+        """Count an act that brings a prompt. `done`: it was asked of the daemon."""
+        self.counters.add(**{f"hints_{bring.act}_{OBEYED if done else REFUSED}": 1})
 
     def adapters(self, lora_config: Any, dtype: Any) -> Adapters | None:
         """The digests of the engine's LoRA adapters; None where it has none, or where the ranks cannot tell which ones

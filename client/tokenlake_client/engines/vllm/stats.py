@@ -32,6 +32,13 @@ from tokenlake_client.engines.vllm.counters import (
 logger = init_logger("vllm.tokenlake")
 
 
+_FAMILIES = {
+    "prompt_tokens": "prompt tokens by source",
+    "kv_hints": "actions of routers in the hints of requests, by outcome",
+}
+"""The meanings of the metrics of several counts."""
+
+
 @dataclass
 class TokenLakeStats(KVConnectorStats):  # type: ignore[misc]
     """The growth of the counts of one side of the connector, or of several sides together. `data` is a `Growth`."""
@@ -62,15 +69,15 @@ class TokenLakePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._series: dict[tuple[int, str], Any] = {}
         families: dict[str, Any] = {}
         for name, count in COUNTS.items():
-            labels = ["source"] if count.source else []
+            labels = count.labels
             if count.metric not in families:
-                meaning = "prompt tokens by source" if count.source else count.meaning
+                meaning = _FAMILIES.get(count.metric, count.meaning)
                 families[count.metric] = self._counter_cls(
                     name=PREFIX + count.metric,
                     documentation=f"TokenLake: {meaning}.",
                     labelnames=[*labelnames, *labels],
                 )
-            self._add(name, families[count.metric], [count.source] if count.source else [])
+            self._add(name, families[count.metric], list(labels.values()))
         for name, meaning in TIMES.items():
             family = self._histogram_cls(
                 name=PREFIX + name, documentation=f"TokenLake: {meaning}.", buckets=BUCKETS_S, labelnames=labelnames

@@ -199,9 +199,12 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
             self._side.refuse(reason)
             return
         name, lora = request.request_id, request.lora_request
-        hints = self._side.hints(name, request.kv_transfer_params)
+        acts = self._side.acts(request)
         adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
-        self.chunks.new_request(name, hints, lambda: int(request.num_tokens), adapter)
+        # The keys of chunks follow from hashes of vLLM's, which a router does not name.
+        for bring in acts.brings:
+            self._side.brought(bring, False)
+        self.chunks.new_request(name, acts.hints, lambda: int(request.num_tokens), adapter)
 
     def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
         """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
