@@ -1,0 +1,98 @@
+"""What SGLang's HiCache needs of a GPU, for engines on a CPU: Python runs this module in every process of an engine whose
+path it is on.
+
+- `cudaHostRegister` makes the host pool readable for the GPU. Here the device's memory is the host's: nothing to do.
+- The copies between host pool and device pool are kernels. Here they are torch's own, for the layout
+  `page_first_direct` and the I/O backend `direct`.
+- SGLang imports torchvision, whose build on PyPI does not fit torch's for CPUs: it lacks the operators that it describes.
+  None of them is called.
+
+Everything else is SGLang's own code, above all the cache controller, its threads, and the host pools."""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+POOLS = "sglang.srt.mem_cache.pool_host."
+
+
+def copy_rows(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+    """Stands in for `transfer_kv_direct`: rows of each layer."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices].to(target.dtype)
+
+
+def load_layer(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int) -> None:
+    """Stands in for `transfer_kv_per_layer_direct_pf_lf`: one layer from host pools [page, layer, token, ...]."""
+    pages, tokens = src_indices // page_size, src_indices % page_size
+    for host, device in zip(src_ptrs, dst_ptrs, strict=True):
+        device[dst_indices] = host[pages, layer_id, tokens].to(device.dtype)
+
+
+def save_layers(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+    """Stands in for `transfer_kv_all_layer_direct_lf_pf`: all layers into host pools [page, layer, token, ...]."""
+    pages, tokens = dst_indices // page_size, dst_indices % page_size
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for number, host in enumerate(dst_ptrs):
+        for layer in range(layers):
+            host[pages, layer, tokens] = src_ptrs[number * layers + layer][src_indices].to(host.dtype)
+
+
+def _common(module: Any) -> None:
+    module._cuda_host_register = lambda *arguments, **options: None
+
+
+def _copies(module: Any) -> None:
+    module.transfer_kv_direct = copy_rows
+    module.transfer_kv_per_layer_direct_pf_lf = load_layer
+    module.transfer_kv_all_layer_direct_lf_pf = save_layers
+
+
+def _operators() -> None:
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+    # The operators live as long as this object.
+    KEPT.append(library)
+
+
+KEPT: list[Any] = []
+BEFORE: dict[str, Callable[[], None]] = {"torchvision": _operators}
+"""What is done before a module runs."""
+CHANGES: dict[str, Callable[[Any], None]] = {
+    f"{POOLS}common": _common,
+    f"{POOLS}mha": _copies,
+    f"{POOLS}mla": _copies,
+    f"{POOLS}mamba": _copies,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls these functions directly before and after a module runs."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name not in CHANGES and name not in BEFORE:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        loader: Any = spec.loader if spec else None
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            BEFORE.get(name, lambda: None)()
+            run(module)
+            CHANGES.get(name, lambda module: None)(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
