@@ -1,5 +1,5 @@
-"""One engine, vLLM, SGLang or transformers, in a process of its own that serves commands given as JSON lines: for benchmarks
-and tests.
+"""One engine, vLLM, SGLang or transformers, in a process of its own that serves commands given as JSON lines: for
+benchmarks and tests.
 
 Run as a module it is that process; `Engine` is the handle in the process that starts it.
 """

@@ -69,7 +69,13 @@ class SGLangEngine:
 
     def update(self, model: str, flush: bool = True) -> bool:
         """Load other weights in place."""
-        return bool(self._engine.update_weights_from_disk(model, flush_cache=flush)[0])
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        asked = UpdateWeightFromDiskReqInput(model_path=model, flush_cache=flush)
+        done, *_ = self._engine.loop.run_until_complete(
+            self._engine.tokenizer_manager.update_weights_from_disk(asked, None)
+        )
+        return bool(done)
 
     def metrics(self) -> str:
         """SGLang's metrics page, of an engine with `enable_metrics`."""
@@ -77,4 +83,4 @@ class SGLangEngine:
 
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
-        return generate_latest(registry).decode()
+        return str(generate_latest(registry).decode())

@@ -1,4 +1,5 @@
-"""The pool for SGLang: `TokenLakeStorage`, a storage backend of HiCache, named in `--hicache-storage-backend-extra-config`.
+"""The pool for SGLang: `TokenLakeStorage`, a storage backend of HiCache, which
+`--hicache-storage-backend-extra-config` names.
 
 Importing this package imports neither SGLang nor torch; naming the backend does.
 """

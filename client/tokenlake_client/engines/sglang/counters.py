@@ -28,12 +28,14 @@ class Counts:
     tokens_hit_remote: Annotated[
         int, Count("tokens found in the pool, in pages on other nodes", "looked_up_tokens", "other_nodes")
     ] = 0
-    tokens_not_found: Annotated[
-        int, Count("tokens that the pool did not have", "looked_up_tokens", "not_found")
-    ] = 0
+    tokens_not_found: Annotated[int, Count("tokens that the pool did not have", "looked_up_tokens", "not_found")] = 0
     tokens_not_asked: Annotated[
         int,
-        Count("tokens for which there was no answer of the pool: no daemon, or a late one", "looked_up_tokens", "not_asked"),
+        Count(
+            "tokens for which there was no answer of the pool: no daemon, or a late one",
+            "looked_up_tokens",
+            "not_asked",
+        ),
     ] = 0
     lookups_late: Annotated[int, Count("lookups without an answer within `match_ms`", "lookups_late")] = 0
     tokens_loaded: Annotated[
@@ -41,7 +43,9 @@ class Counts:
     ] = 0
     loads_failed: Annotated[
         int,
-        Count("batches of a load with pages that were lost, corrupt or late; SGLang computes their tokens", "loads_failed"),
+        Count(
+            "batches of a load with pages that were lost, corrupt or late; SGLang computes their tokens", "loads_failed"
+        ),
     ] = 0
     pages_not_read: Annotated[
         int,

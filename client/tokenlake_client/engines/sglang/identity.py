@@ -1,5 +1,5 @@
-"""The identity of SGLang's cache: all that gives the bytes of a page their meaning. Imports no engine, until it is asked
-for the facts of one.
+"""The identity of SGLang's cache: all that gives the bytes of a page their meaning. Imports no engine before
+`engine_facts` is called.
 
 Engines share pages only if all of it is equal. The layout is opaque: the pool does not understand the bytes."""
 
@@ -182,13 +182,13 @@ def engine_facts() -> EngineFacts:
 
 
 def pool_facts(name: str, host_pool: Any, config: Any, *, part_bytes: Sequence[int]) -> PoolFacts:
-    """The facts of one of SGLang's host pools. `config`: SGLang's `HiCacheStorageConfig`. `part_bytes`: the sizes of the
-    parts of its first page. Raises `ConfigurationError` for pages that are too small."""
+    """The facts of one of SGLang's host pools. `config`: SGLang's `HiCacheStorageConfig`. `part_bytes`: the sizes of
+    the parts of its first page. Raises `ConfigurationError` for pages that are too small."""
     tokens = int(host_pool.page_size)
     if name == KV and tokens < MIN_PAGE_TOKENS:
         raise ConfigurationError("page_size", tokens, f"at least {MIN_PAGE_TOKENS} (SGLang's flag --page-size 64)")
     kinds = [each.__name__ for each in type(host_pool).__mro__]
-    facts = {"kind": kinds[0], "layout": str(host_pool.layout), "dtype": str(host_pool.dtype)}
+    facts: dict[str, Any] = {"kind": kinds[0], "layout": str(host_pool.layout), "dtype": str(host_pool.dtype)}
     facts |= {each: _plain(getattr(host_pool, each)) for each in POOL_FACTS if hasattr(host_pool, each)}
     equal_on_ranks = config.is_mla_model and not any(kind in PER_RANK for kind in kinds)
     rank = {

@@ -1,12 +1,12 @@
-"""The pages of one of SGLang's cache pools in the pool: looked up, loaded into SGLang's host memory, and stored from it.
-Imports no engine.
+"""The pages of one of SGLang's cache pools in the pool: looked up, loaded into SGLang's host memory, and stored from
+it. Imports no engine.
 
 One page is one segment. It is copied once in each direction, by the processor, between SGLang's host memory and the
 arena; a page's parts (keys and values of all layers, or of each layer) follow each other in the segment::
 
     SGLang's host memory  |..K of page 7..|      |..V of page 7..|
                                    \\               /
-    arena                         |K of page 7|V of page 7|      padded to the segment's size: none
+    arena                         |K of page 7|V of page 7|
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class PageStore:
         return hits
 
     def find_each(self, pages: Sequence[str]) -> tuple[list[bool], Lease | None]:
-        """Whether the pool has each of `pages`, and the lease of those that it has; the caller gives it to `keep`. Never
-        raises."""
+        """Whether the pool has each of `pages`, and the lease of those that it has; the caller gives it to `keep`.
+        Never raises."""
         lease = self._match(pages, MatchOptions(independent=True, counted_keys=0), "looking up pages")
         if lease is None:
             return [False] * len(pages), None
@@ -211,7 +211,7 @@ class PageStore:
                 for array, parts in zip(arrays, places[first - start :], strict=False)
                 for copy in _out_of(array.ctypes.data, array.nbytes, parts)
             ]
-            self._copy.each(lambda copy: ctypes.memmove(*copy), copies, sum(array.nbytes for array in arrays))
+            self._copy.each(_move, copies, sum(array.nbytes for array in arrays))
             done += len(arrays)
             if len(arrays) < last - first:
                 break
@@ -251,6 +251,10 @@ class PageStore:
     def close(self) -> None:
         """Release all leases. Idempotent; never raises."""
         self.leases.close()
+
+
+def _move(copy: tuple[int, int, int]) -> None:
+    ctypes.memmove(*copy)
 
 
 def _out_of(address: int, nbytes: int, parts: Parts) -> Iterator[tuple[int, int, int]]:

@@ -334,6 +334,8 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
         """Not used with `interface_v1`: nothing is stored."""
         return False
 
-    def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         """Not used with `interface_v1`: nothing is stored."""
         return False

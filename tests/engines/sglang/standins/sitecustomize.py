@@ -1,11 +1,11 @@
-"""What SGLang's HiCache needs of a GPU, for engines on a CPU: Python runs this module in every process of an engine whose
-path it is on.
+"""What SGLang's HiCache needs of a GPU, for engines on a CPU. Python runs this module in every process of an engine
+whose path it is on.
 
 - `cudaHostRegister` makes the host pool readable for the GPU. Here the device's memory is the host's: nothing to do.
 - The copies between host pool and device pool are kernels. Here they are torch's own, for the layout
   `page_first_direct` and the I/O backend `direct`.
-- SGLang imports torchvision, whose build on PyPI does not fit torch's for CPUs: it lacks the operators that it describes.
-  None of them is called.
+- SGLang imports torchvision, whose build on PyPI does not fit torch's for CPUs: it lacks the operators that it
+  describes. None of them is called.
 
 Everything else is SGLang's own code, above all the cache controller, its threads, and the host pools."""
 

@@ -1,5 +1,5 @@
-"""Stands in for SGLang's library of CPU kernels, which no package index has in a build for processors without AMX: SGLang
-imports it, and then computes with torch. A kernel that is called nevertheless fails by name."""
+"""Stands in for SGLang's library of CPU kernels, which no package index has in a build for processors without AMX.
+SGLang imports it, and then computes with torch. A kernel that is called nevertheless fails by name."""
 
 from typing import Any
 
