@@ -109,9 +109,17 @@ class HostPool:
     def write(self, pages: Sequence[int], seed: int) -> None:
         """Fill pages with numbers that follow from `seed` and their order."""
         for order, page in enumerate(pages):
-            generator = np.random.default_rng([seed, order])
-            for part in self.kv_buffer:
-                part[page] = generator.integers(0, 256, part.shape[1], np.uint8)
+            self.fill(page, seed, order)
+
+    def fill(self, page: int, seed: int, order: int) -> None:
+        """Fill a page with `content`."""
+        content = np.frombuffer(self.content(seed, order), np.uint8)
+        for part in self.kv_buffer:
+            part[page], content = content[: part.shape[1]], content[part.shape[1] :]
+
+    def content(self, seed: int, order: int) -> bytes:
+        """Numbers that follow from `seed` and `order`."""
+        return np.random.default_rng([seed, order]).bytes(sum(self.part_bytes))
 
     def read(self, page: int) -> bytes:
         return b"".join(part[page].tobytes() for part in self.kv_buffer)

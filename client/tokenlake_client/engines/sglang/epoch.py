@@ -40,7 +40,8 @@ class Weights:
     """The version of the weights of one engine process. Thread-safe."""
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` is called when the weights are about to change."""
+        """`changed` is called when the weights are about to change, and again when the caches are empty after that: no
+        lease on pages of the old weights may outlive the change."""
         self._changed = changed
         self._lock = threading.Lock()
         self._base: str | None = None
@@ -66,11 +67,17 @@ class Weights:
         self._changed()
 
     def emptied(self) -> None:
-        """Record that SGLang's caches are empty."""
+        """Record that SGLang's caches are empty, and that no call of it is under way."""
         with self._lock:
-            if not self._usable:
-                self._usable = True
-                self._version = f"random {secrets.token_hex(RANDOM_BYTES)}"
+            usable = self._usable
+        if usable:
+            return
+        # 1. A lookup had made its keys.  2. `change` released the leases.  3. The lookup kept a lease on old pages.
+        # SGLang's names of pages are the same with all weights.
+        self._changed()
+        with self._lock:
+            self._usable = True
+            self._version = f"random {secrets.token_hex(RANDOM_BYTES)}"
 
 
 _watching: weakref.WeakSet[Weights] = weakref.WeakSet()

@@ -194,7 +194,12 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
         """SGLang's hook: the number of pages, from the first on, that the pool has. They stay leased."""
         try:
             side = self._side(KV)
-            return len(keys) if self._logical and not self._refusal else side.pages.find(keys) if side else 0
+            if side is None:
+                return len(keys) if self._logical and not self._refusal else 0
+            found = side.pages.find(keys)
+            # Of SGLang's three threads only this one logs the state.
+            self._status.update(side.connection.pool, silent=False)
+            return found
         except Exception as error:
             self._reports.failure("batch_exists", error)
             return 0
@@ -281,10 +286,7 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
             if self._declined is not None:
                 self._declined.get()
             return None
-        side = self._sides.get(name)
-        if side is not None and name == KV:
-            self._status.update(side.connection.pool, silent=False)
-        return side
+        return self._sides.get(name)
 
     def _drop_leases(self) -> None:
         for side in list(self._sides.values()):
