@@ -22,13 +22,14 @@ ARGUMENTS = {
 """An engine on the CPU with torch's kernels."""
 STORAGE = {
     "enable_hierarchical_cache": True,
-    "hicache_size": 1,
+    "hicache_ratio": 2,
     "hicache_io_backend": "direct",
     "hicache_mem_layout": "page_first_direct",
     "hicache_write_policy": "write_through",
     "hicache_storage_prefetch_policy": "wait_complete",
 }
-"""A host tier of 1 GB whose pages are stored as soon as they are computed, and loaded before a request runs."""
+"""A host tier of twice the device's tokens. Its pages are stored as soon as they are computed, and loaded before a
+request runs."""
 
 
 class SGLangEngine:

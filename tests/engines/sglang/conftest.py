@@ -141,15 +141,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), TINY)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster(1, "256MiB", "16MiB") as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, which end with the session. `start` does not wait: engines start beside each other."""
+    """Starts engines, which end with the module. `start` does not wait: engines start beside each other."""
     engines: list[Engine] = []
     logs = tmp_path_factory.mktemp("logs")
     environment = {
@@ -188,6 +188,6 @@ class Three:
         return known
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines(start: Callable[..., Engine], cluster: Cluster) -> Three:
     return Three(start, cluster)

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.engines.sglang.conftest import (
     PAGE,
+    TINY,
     Three,
     counts_of,
     forget,
@@ -22,11 +25,14 @@ from tests.engines.sglang.conftest import (
     until_stored,
 )
 from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 PROMPTS = [(1000, 3), (1100, 4), (1200, 5), (64 * 18, 6)]
 """Lengths and seeds; the last one is an exact multiple of a page."""
+CHANGING = prompt(1000, 50)
+"""The prompt of the tests in which weights change."""
 
 
 def test_cold_engines_store_and_another_process_loads(engines: Three, cluster: Cluster) -> None:
@@ -133,6 +139,31 @@ def test_the_daemon_is_killed_while_pages_are_read(engines: Three, cluster: Clus
     node.start()
     cluster.wait_ready()
     until_hit(engines.second, prompt(*many[0]), engines.expected(*many[0]), PAGE)
+
+
+def test_weights_that_change_in_place(engines: Three, tmp_path: Path) -> None:
+    """Nothing of the old weights is loaded, and the other engines keep their pages."""
+    old = engines.expected(1000, 50)
+    until_hit(engines.first, CHANGING, old, pages_of(CHANGING) * PAGE)
+    other = save_tiny_model(tmp_path / "other", replace(TINY, seed=1))
+    assert engines.plain.call("update", model=str(other))
+    new = engines.plain.generate([CHANGING])[0]
+    assert new != old
+    assert engines.first.call("update", model=str(other))
+    answer = engines.first.timed([CHANGING])
+    assert (answer.tokens[0], answer.cached) == (new, 0)
+    # The engine finds its own new pages, and the other one the old pages.
+    until_hit(engines.first, CHANGING, new, pages_of(CHANGING) * PAGE)
+    until_hit(engines.second, CHANGING, old, pages_of(CHANGING) * PAGE)
+
+
+def test_without_emptying_the_caches_the_pool_is_not_used(engines: Three, model: Path) -> None:
+    forget(engines.second)
+    assert engines.second.call("update", model=str(model), flush=False)
+    answer = engines.second.timed([CHANGING])
+    assert answer.cached == 0
+    forget(engines.second)
+    until_hit(engines.second, CHANGING, answer.tokens[0], pages_of(CHANGING) * PAGE)
 
 
 def test_nothing_reached_sglang(engines: Three) -> None:

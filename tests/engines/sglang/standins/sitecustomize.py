@@ -5,6 +5,7 @@ whose path it is on.
   Here the device's memory is the host's: nothing to do.
 - The copies between host pool and device pool are kernels. Here they are torch's own, for the layout
   `page_first_direct` and the I/O backend `direct`.
+- SGLang starts no host tier that leaves less than 10 GB of the machine's memory. Here it leaves 1 GB.
 - SGLang's attention with torch reads the layers with a window at the places of the other layers' pool, so that it fails
   behind a cached prefix by itself. Here it reads them at their own places.
 - Its attention behind a cached prefix computes the cached tokens too. With the variable `TOKENLAKE_SGLANG_NEW_ROWS`,
@@ -143,8 +144,15 @@ def _operators() -> None:
 KEPT: list[Any] = []
 BEFORE: dict[str, Callable[[], None]] = {"torchvision": _operators}
 """What is done before a module runs."""
+
+
+def _reserve(module: Any) -> None:
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.srt.layers.attention.torch_native_backend": _windows,
+    f"{POOLS}base": _reserve,
     f"{POOLS}common": _common,
     f"{POOLS}mha": _copies,
     f"{POOLS}mla": _copies,
