@@ -20,8 +20,8 @@ from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
-ROUNDS = 5
-PROMPT, SHARED, OWN, PREFIXES, REQUESTS = 4096, 4032, 64, 8, 16
+ROUNDS = 3
+PROMPT, SHARED, OWN, PREFIXES, REQUESTS = 4096, 2048, 128, 4, 16
 PAGE_KEYS = {"prefetch_threshold": 64}
 SETTLE_S = 8.0
 """Seconds after which SGLang has stored what it computed."""
