@@ -27,6 +27,12 @@ VLLM_PIP_INSTALL := $(VLLM_PIP) install --no-compile
 VLLM_PYTEST := $(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default tests/engines/vllm
 LMCACHE := .lmcache
 
+# So does SGLang, of which an engine on a CPU needs a part.
+SGLANG_VENV := .venv-sglang
+SGLANG_PYTHON := $(SGLANG_VENV)/bin/python
+SGLANG_PIP_INSTALL := $(SGLANG_PYTHON) -m pip --quiet install --no-compile
+SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest --override-ini filterwarnings=default tests/engines/sglang
+
 # Routers pin much as well.
 ROUTERS_VENV := .venv-routers
 ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-routers.txt
@@ -34,15 +40,15 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-pythons test-vllm nightly demo lint install install-dev install-engines install-tools \
-	install-rest install-nixl install-triton install-routers install-vllm install-lmcache
+.PHONY: help fast test test-all test-rest test-pythons test-vllm test-sglang nightly demo lint install install-dev install-engines \
+	install-tools install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
 help:
 	@echo "make demo      three daemons and two engines on this machine, with a table at the end"
 	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
 	@echo "make test      lint, types, and the tests of all parts, against real processes"
-	@echo "make test-all  make test, then vLLM, routers, NIXL, all faults, upgrades under load"
+	@echo "make test-all  make test, then vLLM, SGLang, routers, NIXL, all faults, upgrades under load"
 	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak"
 	@echo "README.md says how long each takes, and what it downloads."
 
@@ -54,10 +60,10 @@ fast: install-dev lint
 test: install-dev install-engines install-tools lint
 	$(PYTEST) -n 3 -m "not rest and not nightly"
 
-# The environments of the routers and of vLLM are installed in the background. Where vLLM's cannot be installed, `test-vllm`
-# tries again at the end and fails. A shell lets background commands ignore Ctrl-C, so the trap ends them.
+# The environments of the routers, of vLLM and of SGLang are installed in the background. Where vLLM's or SGLang's cannot
+# be installed, their tests try again at the end and fail. A shell lets background commands ignore Ctrl-C, so the trap ends them.
 test-all:
-	@$(MAKE) --no-print-directory install-routers install-vllm & background=$$!; \
+	@$(MAKE) --no-print-directory install-routers install-vllm install-sglang & background=$$!; \
 	trap 'kill $$background; exit 130' INT TERM; \
 	$(MAKE) --no-print-directory test; \
 	status=$$?; wait $$background; exit $$status
@@ -65,7 +71,7 @@ test-all:
 
 test-rest: install-rest
 	$(PYTEST) -n 3 -m "rest and not nightly"
-	$(MAKE) --no-print-directory test-pythons test-vllm
+	$(MAKE) --no-print-directory test-pythons test-vllm test-sglang
 
 # The tests of the rules with the later Pythons of this machine: those on the PATH, and pyenv's.
 test-pythons:
@@ -86,6 +92,10 @@ test-pythons:
 test-vllm: install-vllm
 	$(VLLM_PYTEST) -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(VLLM_PYTEST) -m alone
+
+# The engines of all modules are the same three, so one worker runs them.
+test-sglang: install-sglang
+	$(SGLANG_PYTEST)
 
 nightly: install-rest
 	$(PYTEST) -n 3 -m nightly
@@ -176,6 +186,19 @@ $(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.tx
 	$(VLLM_PIP_INSTALL) --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
 		pytest pytest-timeout pytest-xdist execnet iniconfig hypothesis sortedcontainers
 	$(VLLM_PIP_INSTALL) --no-deps --no-build-isolation --editable . --editable ./bench
+	@touch $@
+
+install-sglang: $(SGLANG_VENV)/.installed
+
+# SGLang's metadata names kernels for GPUs, which an engine on a CPU does not import, so that all is installed without
+# dependencies. The client changes none of the versions; a test compares.
+$(SGLANG_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-sglang.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
+	@echo "SGLang and what an engine on a CPU needs are about 0.7 GB to download"
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP_INSTALL) --no-deps --requirement constraints-sglang.txt
+	$(SGLANG_PYTHON) -m pip freeze > $(SGLANG_VENV)/before-the-client.txt
+	$(SGLANG_PIP_INSTALL) --no-deps --no-build-isolation --editable . --editable ./bench
 	@touch $@
 
 # LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests start

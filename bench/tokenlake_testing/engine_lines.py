@@ -1,5 +1,5 @@
-"""One engine, vLLM or transformers, in a process of its own that serves commands given as JSON lines: for benchmarks
-and tests.
+"""One engine, vLLM, SGLang or transformers, in a process of its own that serves commands given as JSON lines: for
+benchmarks and tests.
 
 Run as a module it is that process; `Engine` is the handle in the process that starts it.
 """
@@ -165,6 +165,10 @@ def main(arguments: str) -> None:
         from tokenlake_testing.vllm_engine import VllmEngine
 
         engine = VllmEngine(config["model"], config["pool"], config["transfer"], config["arguments"])
+    elif config["kind"] == "sglang":
+        from tokenlake_testing.sglang_engine import SGLangEngine
+
+        engine = SGLangEngine(config["model"], config["pool"], config["arguments"])
     else:
         from tokenlake_testing.transformers_engine import TransformersEngine
 

@@ -82,6 +82,22 @@ def save_sliding_window(directory: str | Path, model: TinyModel | None = None, w
     return save_network(directory, Gemma3ForCausalLM, config, sizes.seed)
 
 
+def save_windows_and_dense(directory: str | Path, model: TinyModel | None = None, window: int = 256) -> Path:
+    """A Mellum with dense layers only, whose last of four layers sees all tokens and whose others see a window of
+    them: SGLang keeps both kinds in pools of their own."""
+    from transformers import MellumConfig, MellumForCausalLM
+
+    sizes = model or TinyModel()
+    config = MellumConfig(
+        **_dimensions(sizes),
+        head_dim=sizes.hidden // sizes.heads,
+        sliding_window=window,
+        layer_types=[_every_fourth(layer, "full_attention", "sliding_attention") for layer in range(sizes.layers)],
+        mlp_layer_types=["dense"] * sizes.layers,
+    )
+    return save_network(directory, MellumForCausalLM, config, sizes.seed)
+
+
 def save_mistral(directory: str | Path, model: TinyModel | None = None, window: int = 512) -> Path:
     """A Mistral all of whose layers see a window of the tokens."""
     from transformers import MistralConfig, MistralForCausalLM

@@ -20,6 +20,8 @@ import tokenlake_server.start.daemon  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
+from tokenlake_client.engines.sglang import counters as sglang_counters
+from tokenlake_client.engines.sglang.settings import StorageSettings
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
@@ -76,6 +78,14 @@ def connector_counts() -> str:
     return "\n".join(rows) + "\n"
 
 
+def storage_counts() -> str:
+    """The counts of SGLang's storage backend as a table in Markdown."""
+    rows = ["| count | on SGLang's metrics page | meaning |", "|---|---|---|"]
+    for name, count in sglang_counters.COUNTS.items():
+        rows.append(f"| `{name}` | `{sglang_counters.series_of(count)}` | {count.meaning} |")
+    return "\n".join(rows) + "\n"
+
+
 def sizes_of_models() -> str:
     """What `tokenlake config models` prints with the default memory, as a block of a page."""
     printed = CliRunner().invoke(config, ["models", "--memory", str(ServerConfig().memory)], catch_exceptions=False)
@@ -100,6 +110,8 @@ PARTS = (
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
     Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
+    Part("docs/sglang.md", "settings of the storage backend", lambda: table_of(StorageSettings)),
+    Part("docs/sglang.md", "counts of the storage backend", storage_counts),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),
 )
