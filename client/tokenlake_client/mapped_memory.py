@@ -126,10 +126,18 @@ class MappedMemory:
     def register(self, kind: str, begin: Begin) -> None:
         """Call `begin` for this memory, unless it was called for the same `kind` before. The function that `begin`
         returned is called in any thread before the memory is unmapped, and must not refer to arrays over this memory.
+        Has no effect after `detach`.
         """
         with self._lock:
-            if kind not in self._endings:
+            if kind not in self._endings and not self._detached:
                 self._endings[kind] = begin(self.address, self.nbytes)
+
+    def unregister(self, kind: str) -> None:
+        """End the registration of this `kind`, if there is one, which nothing uses any more. Raises its errors."""
+        with self._lock:
+            end = self._endings.pop(kind, None)
+            if end is not None and self._process == os.getpid():
+                end()
 
     def __del__(self) -> None:
         if getattr(self, "_process", 0) != os.getpid():

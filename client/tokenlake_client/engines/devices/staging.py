@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake_client.engines.devices.base import Device, Stream
-from tokenlake_client.mapped_memory import mapped_memory_of
+from tokenlake_client.mapped_memory import MappedMemory, mapped_memory_of
 
 
 class Staging:
@@ -28,6 +29,10 @@ class Staging:
         self._shape = shape
         self._dtype = dtype
         self._local = threading.local()
+        self._guard = threading.Lock()
+        """Guards the field below."""
+        self._locked: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
+        """The mappings that copies have used."""
 
     @contextlib.contextmanager
     def work(self) -> Iterator[tuple[Stream, Any]]:
@@ -62,10 +67,29 @@ class Staging:
         point = self._device.computed()
         return lambda: self._stream().wait(point)
 
+    def release_locks(self) -> None:
+        """End the page locks of the device, while no thread copies. Raises the errors of the device."""
+        for memory in self._memories():
+            memory.unregister(self._device.place)
+
+    def take_locks(self) -> None:
+        """Lock the mappings again that `release_locks` released, before the first copy would."""
+        for memory in self._memories():
+            self._register(memory)
+
+    def _memories(self) -> list[MappedMemory]:
+        with self._guard:
+            return list(self._locked)
+
     def _lock(self, array: NDArray[np.uint8]) -> None:
         memory = mapped_memory_of(array)
         if memory is not None:
-            memory.register(self._device.place, partial(self._device.lock, write=memory.write))
+            with self._guard:
+                self._locked.add(memory)
+            self._register(memory)
+
+    def _register(self, memory: MappedMemory) -> None:
+        memory.register(self._device.place, partial(self._device.lock, write=memory.write))
 
     def _stream(self) -> Stream:
         if not hasattr(self._local, "stream"):

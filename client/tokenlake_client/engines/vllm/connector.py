@@ -296,6 +296,18 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         return StepOutcome(self._worker.report()) if self._worker is not None else None
 
     @hook(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        """vLLM's hook before sleep: the rank does not use the cache any more, and releases its page locks."""
+        if self._worker is not None:
+            self._worker.sleep()
+
+    @hook(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """vLLM's hook after sleep, with the cache at the same addresses."""
+        if self._worker is not None:
+            self._worker.wake()
+
+    @hook(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
         self._close_part(self._worker)

@@ -82,6 +82,12 @@ class HostCopy:
         """Seconds between two timestamps; None while the device has not reached the second."""
         return float(last - first)
 
+    def release_locks(self) -> None:
+        """End the page locks of the arena, while no thread copies. Raises the errors of the device."""
+
+    def take_locks(self) -> None:
+        """Lock again what `release_locks` released."""
+
 
 class DeviceCopy:
     """Copies between slots and blocks in the memory of a device; the methods are those of `HostCopy`. Several threads
@@ -124,6 +130,14 @@ class DeviceCopy:
     def between(self, first: Any, last: Any) -> float | None:
         """See `HostCopy`."""
         return self._device.between(first, last)
+
+    def release_locks(self) -> None:
+        """See `HostCopy`."""
+        self._staging.release_locks()
+
+    def take_locks(self) -> None:
+        """See `HostCopy`."""
+        self._staging.take_locks()
 
 
 Copy = HostCopy | DeviceCopy

@@ -121,6 +121,12 @@ class SaveWriter:
             # The copy that was under way has ended, and each later copy sees that the blocks were taken back.
             pass
 
+    def drain(self, timeout: float) -> None:
+        """Execute the waiting jobs, for at most `timeout` seconds, and give up the others: no block is read after this
+        call, until the next job is submitted."""
+        if not self.flush(timeout):
+            self.take_back(range(self.done + 1, self._last + 1))
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all save jobs are done; False when `timeout` seconds were not enough."""
         return self._queue.flush(timeout)

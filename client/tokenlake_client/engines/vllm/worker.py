@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tokenlake.errors import Unreachable
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.adapters import LoadedAdapters
@@ -179,6 +180,19 @@ class WorkerSide:
         """Wait until all segments are stored; False when `timeout` seconds were not enough."""
         return self._writer.flush(timeout)
 
+    def sleep(self, timeout: float = 5.0) -> None:
+        """vLLM is about to give up the memory of its cache: store the waiting segments, for at most `timeout` seconds,
+        and release the page locks of the arena. Raises `Unreachable` where a load, which vLLM has waited for, has not
+        ended by then, and the errors of the device."""
+        self._writer.drain(timeout)
+        if not self._loads.flush(timeout):
+            raise Unreachable("a load has not ended")
+        self._copy.release_locks()
+
+    def wake(self) -> None:
+        """The cache has memory again, at the same addresses: retake the page locks."""
+        self._copy.take_locks()
+
     def close(self, timeout: float = 5.0) -> None:
         """Store the waiting segments, for at most `timeout` seconds, and leave the session."""
         self._writer.close(timeout)
@@ -274,6 +288,12 @@ class UnservedWorker:
     def flush(self, timeout: float | None = None) -> bool:
         """True: no job waits."""
         return True
+
+    def sleep(self) -> None:
+        """Does nothing."""
+
+    def wake(self) -> None:
+        """Does nothing."""
 
     def close(self, timeout: float = 0.0) -> None:
         """Does nothing."""

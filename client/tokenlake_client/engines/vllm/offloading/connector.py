@@ -223,6 +223,18 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         super().wait_for_save()
         self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
 
+    @hook(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        """vLLM's hook before sleep: the rank does not use the cache any more, and releases its page locks."""
+        if self._worker is not None:
+            self._worker.chunks.sleep()
+
+    @hook(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """vLLM's hook after sleep, with the cache at the same addresses."""
+        if self._worker is not None:
+            self._worker.chunks.wake()
+
     @hook(None)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM's hook for asynchronous work of this rank: names the requests whose load failed, so that vLLM computes

@@ -242,8 +242,12 @@ class PoolWorker(OffloadingWorker):  # type: ignore[misc]
         self.chunks.submit_store(job_id, _blocks(src_spec), dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """vLLM's hook: load chunks."""
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """vLLM's hook: load chunks. False, at which vLLM ends, for an expedited load: the step that waits for it would
+        compute on its blocks also where it failed. vLLM makes such loads with its setting `sync_load_budget_bytes`
+        alone, which is not one of the client's settings, so that an engine with it does not start."""
+        if expedited:
+            return False
         self.chunks.submit_load(job_id, src_spec, _blocks(dst_spec))
         return True
 

@@ -178,6 +178,18 @@ class ChunkWorker:
             # The copy that was under way has ended, and each later copy sees that the blocks were taken back.
             pass
 
+    def sleep(self, timeout: float = 5.0) -> None:
+        """See `WorkerSide.sleep`. Loads that have not ended are given up."""
+        self._saves.drain(timeout)
+        self.wait(self._loading.copy())
+        if self._copy is not None:
+            self._copy.release_locks()
+
+    def wake(self) -> None:
+        """See `WorkerSide.wake`."""
+        if self._copy is not None:
+            self._copy.take_locks()
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all chunks are stored; False when `timeout` seconds were not enough."""
         return self._saves.flush(timeout)
