@@ -136,6 +136,7 @@ class _Gated:
         self._pages, self._gate = pages, gate
         self.ready = pages.computed()
         self.copying = threading.Event()
+        self.locked = True
 
     def to_slot(self, shard: Any, part: Part) -> int:
         self.copying.set()
@@ -151,6 +152,12 @@ class _Gated:
 
     def computed(self) -> Callable[[], None]:
         return self.ready
+
+    def release_locks(self) -> None:
+        self.locked = False
+
+    def take_locks(self) -> None:
+        self.locked = True
 
 
 STORED = BlockRange([1, 2, 3, 4, 9, 8], [4, 2], [0, 0])
@@ -260,6 +267,36 @@ def test_blocks_that_vllm_took_back_are_not_read(pools: Scene) -> None:
     rank.finished(1)
     assert not any(segment.any() for segment in pools.stored().values())
     assert rank.counters.read().tokens_stored == 0
+
+
+@pytest.mark.parametrize("timeout", [TIMEOUT_S, 0.0])
+def test_an_engine_that_sleeps_uses_no_block(pools: Scene, timeout: float) -> None:
+    """What is not stored in time is given up."""
+    rank = Rank(pools)
+    if not timeout:
+        rank.gate.clear()
+    for number in (1, 2):
+        rank.worker.submit_store(number, STORED, store(pools))
+    assert rank.pages.copying.wait(TIMEOUT_S)
+    sleeping = threading.Thread(target=rank.worker.sleep, args=(timeout,))
+    sleeping.start()
+    ended = {1, 2}
+    if not timeout:
+        rank.finished(2)
+        ended = {1}
+    rank.gate.set()
+    sleeping.join(TIMEOUT_S)
+    assert not sleeping.is_alive()
+    assert not rank.pages.locked
+    rank.clear()
+    rank.finished(*ended)
+    stored = pools.stored().values()
+    assert sum(segment.any() for segment in stored) == 3 if timeout else len(stored) <= 1
+    rank.worker.wake()
+    assert rank.pages.locked
+    rank.worker.submit_store(3, STORED, store(pools))
+    assert rank.finished(3) == set()
+    assert len(pools.stored()) == 3
 
 
 def test_jobs_beyond_the_queue_are_given_up(pools: Scene) -> None:

@@ -3,6 +3,7 @@ and blocks on a device that is late or fails."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from tests.engines.test_blocks import BLOCK, BLOCKS, DIM, HEADS, LAYERS, LAYOUT, SEGMENT, caches
+from tokenlake.errors import Unreachable
+from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client.engines.devices.base import Device, DeviceFailed
 from tokenlake_client.engines.devices.cuda import CudaDevice
@@ -26,10 +29,12 @@ from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.step_plan import LoadPlan, Part, SavePlan, StepPlan
 from tokenlake_client.engines.vllm.worker import WorkerSide
+from tokenlake_client.regions import Mapping
 from tokenlake_testing.cpu_device import CpuDevice
 from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes
 
 LIMIT_S = 20.0
+REGION_BYTES = 1 << 20
 
 
 @pytest.fixture(params=["cpu", "cuda:0"])
@@ -219,6 +224,50 @@ def test_the_blocks_of_a_load_that_fails_are_errors(operation: str) -> None:
     side.load()
     assert received(side) == {"r"}
     assert side.errors() == {4, 1}
+
+
+def test_sleep_stores_what_waits_and_releases_the_page_locks() -> None:
+    """And wake retakes them."""
+    device, stored = CpuDevice(), list[NDArray[np.uint8]]()
+    copy, _ = blocks_on(device, 3.0)
+    shape, memory = RegionShape(REGION_BYTES, LAYOUT.segment_bytes), os.memfd_create("region")
+    os.ftruncate(memory, shape.file_bytes)
+    slots = Mapping(memory, REGION_BYTES, LAYOUT.segment_bytes, write=False).slots
+    side = worker(copy, [slots[0]], stored)
+    side.begin(LOAD)
+    side.load()
+    assert received(side) == {"r"}
+    assert len(device.locks.pinned) == 1
+    side.begin(SAVE)
+    side.save()
+    side.sleep(LIMIT_S)
+    assert len(stored) == 1
+    assert not device.locks.pinned
+    side.wake()
+    assert len(device.locks.pinned) == 1
+    side.begin(LOAD)
+    side.load()
+    assert received(side) == {"r"}
+    assert not side.errors()
+    side.close(LIMIT_S)
+
+
+def test_sleep_keeps_the_page_locks_of_a_load_that_has_not_ended() -> None:
+    device = CpuDevice()
+    copy, _ = blocks_on(device)
+    side = worker(copy, [slot_of(2.0)], [])
+    released: list[None] = []
+    copy.release_locks = lambda: released.append(None)  # type: ignore[method-assign]
+    device.held.clear()
+    side.begin(LOAD)
+    side._loads.submit((LOAD, LOAD.loads[0], lambda: None))
+    with pytest.raises(Unreachable):
+        side.sleep(0.0)
+    assert not released
+    device.held.set()
+    assert received(side) == {"r"}
+    side.sleep(LIMIT_S)
+    assert released
 
 
 def test_loads_fail_where_the_step_cannot_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

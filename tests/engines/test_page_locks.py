@@ -124,6 +124,45 @@ def test_two_copies_share_a_registration(device: CpuDevice) -> None:
     os.close(memory)
 
 
+def test_released_locks_are_retaken(device: CpuDevice) -> None:
+    """Also by a copy; those of memory that is gone are not."""
+    one, two = region(), region()
+    here, gone = mapping(one), mapping(two)
+    copy = copier(device, 1.0)
+    for slots in (here.slots, gone.slots):
+        copy.to_slot(slots[0], Part(0, 0, 0, (0,)))
+    assert len(device.locks.pinned) == 2
+    copy.release_locks()
+    copy.release_locks()
+    assert not device.locks.pinned
+    del slots, gone
+    copy.take_locks()
+    copy.take_locks()
+    assert len(device.locks.pinned) == 1
+    copy.release_locks()
+    copy.to_slot(here.slots[1], Part(0, 0, 0, (0,)))
+    assert len(device.locks.pinned) == 1
+    assert (stored(one, 1) == 1.0).all()
+    os.close(one)
+    os.close(two)
+
+
+def test_memory_of_a_daemon_that_ended_is_not_locked_again(device: CpuDevice) -> None:
+    """A lock would allocate all of it."""
+    memory = region()
+    here = mapping(memory, write=False)
+    copy = copier(device)
+    copy.from_slot(here.slots[0], Part(0, 0, 0, (0,)))
+    copy.finish()
+    copy.release_locks()
+    here.memory.detach()
+    copy.take_locks()
+    copy.from_slot(here.slots[0], Part(0, 0, 0, (0,)))
+    copy.finish()
+    assert not device.locks.pinned
+    os.close(memory)
+
+
 def test_foreign_memory_is_not_registered(device: CpuDevice) -> None:
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
     copier(device, 1.0).to_slot(slot, Part(0, 0, 0, (0,)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -17,11 +18,13 @@ from vllm.v1.request import RequestStatus
 
 from tests.engines.vllm.conftest import TINY
 from tests.engines.vllm.test_identity import configured
-from tokenlake.errors import LayoutRefused
+from tests.engines.vllm_signatures import Source, stored
+from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.vllm import connector as known
 from tokenlake_client.engines.vllm import patches, side
 from tokenlake_client.engines.vllm.offloading import connector as opaque
+from tokenlake_client.engines.vllm.offloading.spec import PoolWorker
 from tokenlake_client.engines.vllm.patches import ADAPTERS, VERSION, Patch, apply
 from tokenlake_client.engines.vllm.request import end_of
 
@@ -98,7 +101,42 @@ def test_the_end_of_a_request_is_one_of_the_pools_reasons(status: RequestStatus)
     assert end.complete == (reason in ("stop", "length"))
 
 
+# -- sleep, and loads that a step waits for
+
+
+def test_ranks_sleep_and_wake(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the device does not reach vLLM."""
+    config, _, cache = arguments
+    for made in (known.KnownLayoutConnector, opaque.OpaqueLayoutConnector):
+        rank = made(config, KVConnectorRole.WORKER, cache)
+        rank.unregister_kv_caches()
+        rank.restore_kv_caches()
+        calls: list[str] = []
+        worker = SimpleNamespace(sleep=lambda calls=calls: calls.append("sleep"), wake=broken, close=lambda: None)
+        place = rank if made is known.KnownLayoutConnector else rank.connector_worker
+        value = worker if place is rank else SimpleNamespace(chunks=worker, shutdown=worker.close)
+        monkeypatch.setattr(place, "_worker" if place is rank else "worker", value, raising=False)
+        rank.unregister_kv_caches()
+        rank.restore_kv_caches()
+        assert (calls, rank.counts.failures) == (["sleep"], 1)
+
+
+def test_no_load_is_made_for_a_step_that_waits_for_it() -> None:
+    """vLLM makes them where the setting `sync_load_budget_bytes` allows it."""
+    loads: list[object] = []
+    chunks: Any = SimpleNamespace(submit_load=lambda *job: loads.append(job))
+    assert not PoolWorker(chunks, 0, SimpleNamespace()).submit_load(1, None, None, expedited=True)
+    assert not loads
+    with pytest.raises(ConfigurationError, match="sync_load_budget_bytes"):
+        side.Side({"sync_load_budget_bytes": 1 << 20})
+
+
 # -- methods of vLLM that are replaced
+
+
+def test_the_stored_signatures_are_those_of_this_vllm() -> None:
+    source = Source(Path(vllm.__file__).parents[1])
+    assert stored()[source.version] == source.signatures()
 
 
 @pytest.mark.parametrize("patch", [VERSION, ADAPTERS])
