@@ -136,7 +136,7 @@ class _Gated:
         self._pages, self._gate = pages, gate
         self.ready = pages.computed()
         self.copying = threading.Event()
-        self.locked = True
+        self.calls: list[str] = []
 
     def to_slot(self, shard: Any, part: Part) -> int:
         self.copying.set()
@@ -154,10 +154,10 @@ class _Gated:
         return self.ready
 
     def release_locks(self) -> None:
-        self.locked = False
+        self.calls.append("release")
 
     def take_locks(self) -> None:
-        self.locked = True
+        self.calls.append("take")
 
 
 STORED = BlockRange([1, 2, 3, 4, 9, 8], [4, 2], [0, 0])
@@ -287,13 +287,13 @@ def test_an_engine_that_sleeps_uses_no_block(pools: Scene, timeout: float) -> No
     rank.gate.set()
     sleeping.join(TIMEOUT_S)
     assert not sleeping.is_alive()
-    assert not rank.pages.locked
+    assert rank.pages.calls == ["release"]
     rank.clear()
     rank.finished(*ended)
     stored = pools.stored().values()
     assert sum(segment.any() for segment in stored) == 3 if timeout else len(stored) <= 1
     rank.worker.wake()
-    assert rank.pages.locked
+    assert rank.pages.calls == ["release", "take"]
     rank.worker.submit_store(3, STORED, store(pools))
     assert rank.finished(3) == set()
     assert len(pools.stored()) == 3

@@ -1,5 +1,5 @@
-"""What the connector extends, replaces and calls in vLLM has the same signatures in each version that it serves. Needs no
-vLLM: `vllm_signatures` has read its source."""
+"""What the connector extends, replaces and calls in vLLM has signatures that fit, in each version that it serves. Needs
+no vLLM: `vllm_signatures` has read its source."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tests.engines.vllm_signatures import (
     signature,
     stored,
 )
+from tokenlake_client.engines.vllm.patches import Patch
 
 VERSIONS = stored()
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -111,8 +112,8 @@ def test_all_abstract_methods_are_implemented(vllm: Signatures) -> None:
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_replaced_methods_have_the_arguments_of_their_hooks(vllm: Signatures, patch: object) -> None:
-    owner, method, hook = patch  # type: ignore[misc]
+def test_replaced_methods_have_the_arguments_of_their_hooks(vllm: Signatures, patch: Patch) -> None:
+    owner, method, hook = patch
     module, _, name = hook.partition(":")
     (ours,) = [node for node in parsed(OURS / f"{module}.py").body if isinstance(node, Function) and node.name == name]
     # The hook gets the object and the method before the arguments.

@@ -1,7 +1,8 @@
 """The names of vLLM that the connector imports, extends or replaces, with their signatures, for each version of vLLM
-that the connector serves: `python -m tests.engines.vllm_signatures DIRECTORY` reads them from an unpacked wheel, or from
-`site-packages`, into `vllm_signatures.json`. The source of vLLM is parsed and not imported, so that a wheel for GPUs can
-be read on any machine::
+that the connector serves.
+
+`python -m tests.engines.vllm_signatures DIRECTORY` reads them from an unpacked wheel, or from `site-packages`, into
+`vllm_signatures.json`. The source of vLLM is parsed and not imported: a wheel for GPUs can be read on any machine::
 
     pip download vllm==0.33.0 --no-deps --only-binary :all: --platform manylinux_2_28_x86_64 -d wheel
     unzip -q wheel/*.whl '*.py' -d unpacked && python -m tests.engines.vllm_signatures unpacked
@@ -50,7 +51,7 @@ def parsed(path: Path) -> ast.Module:
 def imports(module: ast.Module, within: str = "") -> dict[str, Name]:
     """What a module takes from modules of vLLM, also inside functions, by the name that it has in the module. `within`:
     the package to which relative imports refer."""
-    found = {}
+    found: dict[str, Name] = {}
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom):
             source = f"{within}.{node.module}" if node.level == 1 else node.module or ""
@@ -168,11 +169,10 @@ class Source:
         marks = [ast.unparse(each).split("(")[0] for each in node.decorator_list] + bases(node)
         if not set(marks) & set(FIELDS):
             return ""
-        fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
         own = [
-            f"{each.target.id}=0" if each.value is not None else each.target.id  # type: ignore[attr-defined]
-            for each in fields
-            if "ClassVar" not in ast.unparse(each.annotation)
+            ast.unparse(each.target) + ("=0" if each.value is not None else "")
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
         ]
         return f"({', '.join(['self', *own])})"
 
@@ -199,7 +199,7 @@ class Source:
         if self._path(f"{name.module}.{name.name}") is not None:
             return name.module, ast.Pass()
         top = parsed(path).body
-        for node in [*top, *(each for node in top if isinstance(node, ast.If) for each in node.body)]:
+        for node in [*top, *(each for block in top if isinstance(block, ast.If) for each in block.body)]:
             targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             if getattr(node, "name", None) == name.name or name.name in names:

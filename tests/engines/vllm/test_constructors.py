@@ -25,6 +25,7 @@ from tokenlake_client.engines.vllm import connector as known
 from tokenlake_client.engines.vllm import patches, side
 from tokenlake_client.engines.vllm.offloading import connector as opaque
 from tokenlake_client.engines.vllm.offloading.spec import PoolWorker
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.patches import ADAPTERS, VERSION, Patch, apply
 from tokenlake_client.engines.vllm.request import end_of
 
@@ -125,7 +126,9 @@ def test_no_load_is_made_for_a_step_that_waits_for_it() -> None:
     """vLLM makes them where the setting `sync_load_budget_bytes` allows it."""
     loads: list[object] = []
     chunks: Any = SimpleNamespace(submit_load=lambda *job: loads.append(job))
-    assert not PoolWorker(chunks, 0, SimpleNamespace()).submit_load(1, None, None, expedited=True)
+    assert not PoolWorker(chunks, 0, PageCache([[PageTable(torch.zeros(2, 8, dtype=torch.int8), 8)]], 1)).submit_load(
+        1, None, None, expedited=True
+    )
     assert not loads
     with pytest.raises(ConfigurationError, match="sync_load_budget_bytes"):
         side.Side({"sync_load_budget_bytes": 1 << 20})
