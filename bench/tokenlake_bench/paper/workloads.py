@@ -26,9 +26,9 @@ SCBENCH: Final = (
     *((125_000, 100), (112_000, 100), (124_000, 90), (65_000, 88), (198_000, 69), (188_000, 58)),
     *((120_000, 100), (22_000, 54), (104_000, 79), (105_000, 70), (68_000, 88)),
 )
-"""(mean length in tokens, number of sessions) of the tasks of SCBench but En.QA's Chinese sibling: the 35 sessions of
-Zh.QA have 1.5M tokens each, more than the 1M of context of the paper's model. Without them a session has 111K tokens on
-average; over the 12 tasks, each counted once, it is 227K."""
+"""(mean length in tokens, number of sessions) of the tasks of SCBench but Zh.QA, whose 35 sessions have 1.5M tokens
+each, more than the 1M of context of the paper's model. Without them a session has 111K tokens on average; over the 12
+tasks, each counted once, it is 227K."""
 TURNS: Final = 5
 PAUSE_S: Final = 10.0
 """Seconds from an answer to the next turn of the session, on average (exponential): our choice."""

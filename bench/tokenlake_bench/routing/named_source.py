@@ -9,7 +9,7 @@ and the source from which this instance pulls what it lacks.
                                            (one at a time)   `- as far as the source still has it
 
 - The instance pulls behind its own prefix, in one transfer, to its memory, where the segments are kept like computed
-  ones (LRU). The source counts the pull as an access. What the source has no more is computed.
+  ones (LRU). The source counts the pull as an access. The instance computes segments that the source has evicted.
 - Transfers queue at the network adapters of both nodes, as those of the pool.
 - A request may pull only what the source had when the router's view was made: a prefix that the source is computing is
   not waited for.

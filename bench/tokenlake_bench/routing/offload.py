@@ -71,8 +71,7 @@ class OffloadRun(AheadRun):
         self._engine_caches = [EngineCache(segments) for _ in range(options.instances)]
 
     def restart(self, instance: int) -> None:
-        self._caches.resize(instance, 0)
-        self._caches.resize(instance, self._capacity)
+        super().restart(instance)
         self._changed(instance, self._engine_caches[instance].clear())
 
     def _read(self, instance: int, job: Job) -> None:

@@ -29,7 +29,7 @@ DEFERRED = Metric("tokenlake_deferred_lookups_total", "Lookups deferred while th
 FAN_OUT = 2
 """Number of readers of a segment that this node serves at a time."""
 RECIPIENTS_KEPT_S = 2.0
-"""Seconds after the last send of a segment for which its recipients are remembered. Cached copies do not last long."""
+"""Seconds after the last send of a segment for which its recipients are remembered: a recipient may evict its copy."""
 MAX_REMEMBERED = 4096
 """Maximum number of segments whose recipients are remembered."""
 
