@@ -1,5 +1,5 @@
-"""The real `lmcache server` and vLLM: a second server and engine generate the same greedy tokens from what the first one
-stored in the pool; a cache that was changed on purpose changes them."""
+"""The real `lmcache server` and vLLM: a second server and engine generate the same greedy tokens from what the first
+one stored in the pool; a cache that was changed on purpose changes them."""
 
 from __future__ import annotations
 
