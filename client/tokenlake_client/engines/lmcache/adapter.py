@@ -29,6 +29,7 @@ from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.lmcache.identity import ObjectForm, form_of, layout_of, name_of
+from tokenlake_client.engines.lmcache.metrics import AdapterSeries
 from tokenlake_client.engines.lmcache.objects import ObjectStore
 from tokenlake_client.engines.lmcache.settings import read_settings
 from tokenlake_client.engines.sglang.counters import Counts, StorageCounters
@@ -120,6 +121,12 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._forms: dict[ObjectForm, _Form] = {}
         self._layouts = threading.Lock()
+        self._series: AdapterSeries | None = None
+        try:
+            self._series = AdapterSeries(self.counters)
+        except Exception as error:
+            # A second adapter of one server has its counts in the server's status only.
+            self._reports.warn(f"no counts on the metrics page: {error}")
         self._lookups, self._loads, self._stores = (_Tasks(kind) for kind in ("lookup", "load", "store"))
 
     @property
@@ -288,6 +295,9 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
             tasks.close()
         with self._lock:
             forms = list(self._forms.values())
+        series, self._series = self._series, None
+        if series is not None:
+            series.close()
         for kept in forms:
             kept.store.close()
             kept.connection.close()
