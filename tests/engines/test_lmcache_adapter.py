@@ -113,6 +113,18 @@ def test_stored_objects_are_found_and_loaded_by_another_server(servers: Servers)
     assert first.adapter.counts.tokens_stored == 6 * 256
 
 
+def test_the_counts_are_on_the_metrics_page(servers: Servers) -> None:
+    registry = pytest.importorskip("prometheus_client").REGISTRY
+    name, labels = "lmcache:tokenlake_looked_up_tokens_total", {"source": "this_node"}
+    server = servers.start()
+    server.store(keys(3), written(3))
+    server.find(keys(3))
+    assert registry.get_sample_value(name, labels) == 3 * 256
+    assert registry.get_sample_value("lmcache:tokenlake_stored_tokens_total") == 3 * 256
+    server.adapter.close()
+    assert registry.get_sample_value(name, labels) is None
+
+
 def test_locked_objects_are_not_evicted_until_they_are_unlocked(servers: Servers) -> None:
     server, objects = servers.start(), written(4)
     server.store(keys(4), objects)

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from tests.engines.vllm.conftest import DEADLINES, TINY, prompt
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_bench.engine.lmcache import LMCACHE, LMCacheServer
+from tokenlake_testing.lmcache_server import LMCACHE, LMCacheServer
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.engine_lines import Engine
@@ -117,7 +117,7 @@ def test_a_second_server_loads_what_the_first_one_stored(model: Path, cluster: C
         assert counts(server)["failures"] == 0, server.log.read_text()[-4000:]
     with serving(model, tmp_path / "second.log", node) as (server, engine):
         # The first lookup connects to the pool, and is a miss.
-        answer = _until_connected(server, engine)
+        _until_connected(server, engine)
         answer = engine.timed(PROMPTS)
         assert answer.tokens == expected
         found = counts(server)

@@ -1,4 +1,4 @@
-"""LMCache's server as a peer of the pool in `tokenlake bench engine`.
+"""LMCache's server: a peer of the pool in `tokenlake bench engine`, and with the pool behind it in tests.
 
 One server process keeps the caches of all engines of this machine, which connect to it through vLLM's
 `LMCacheMPConnector`. LMCache is installed in a directory of its own, which only the server and these engines have on
