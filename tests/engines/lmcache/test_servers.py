@@ -16,10 +16,10 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 from tests.engines.vllm.conftest import DEADLINES, TINY, prompt
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_testing.lmcache_server import LMCACHE, LMCacheServer
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.lmcache_server import LMCACHE, LMCacheServer
 from tokenlake_testing.tiny_model import save_tiny_model
 
 if not (LMCACHE / "lmcache").is_dir():

@@ -5,7 +5,6 @@ Servers share objects only if all of it is equal. The layout is opaque: the pool
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 from collections.abc import Sequence
@@ -71,13 +70,8 @@ def layout_of(form: ObjectForm, lmcache: str, settings: AdapterSettings) -> Opaq
 
 
 def directory_of(model: str) -> Path:
-    """The directory with the weights of LMCache's model name. Raises `LayoutRefused` where there is none."""
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        found = importlib.import_module("huggingface_hub").snapshot_download(model, local_files_only=True)
-    except Exception as error:
-        raise LayoutRefused(
-            f"the weights of {model!r} are neither a directory nor in the local cache; set 'weights_digest': {error}"
-        ) from error
-    return Path(found)
+    """The directory with the weights of LMCache's model name. Raises `LayoutRefused` for a name that is none: LMCache
+    does not tell which revision of a model the engine has loaded."""
+    if not Path(model).is_dir():
+        raise LayoutRefused(f"LMCache's model name {model!r} is no directory here; set 'weights_digest'")
+    return Path(model)

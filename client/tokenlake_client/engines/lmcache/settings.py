@@ -58,7 +58,7 @@ class AdapterSettings(StorageSettings, frozen=True, kw_only=True):
         Setting(
             "name of weights and configuration; servers with the same name share, whatever their engines load",
             why="files with other contents get another digest by themselves",
-            default="digest of the directory that LMCache's model name is, or of that model in Hugging Face's cache",
+            default="digest of the directory that the engine's `--model` names; needed where that is no directory",
         ),
     ] = None
 
