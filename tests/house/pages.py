@@ -93,7 +93,7 @@ def adapter_counts() -> str:
     rows = ["| count | on LMCache's metrics page | meaning |", "|---|---|---|"]
     for name, count in sglang_counters.COUNTS.items():
         series = sglang_counters.series_of(count).replace(sglang_counters.PREFIX, lmcache_metrics.PREFIX)
-        rows.append(f"| `{name}` | `{series}` | {lmcache_metrics.meaning_of(count)} |")
+        rows.append(f"| `{name}` | `{series}` | {lmcache_metrics.of_objects(count.meaning)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -121,7 +121,7 @@ PARTS = (
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
     Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
-    Part("docs/lmcache.md", "settings of the adapter", lambda: table_of(AdapterSettings)),
+    Part("docs/lmcache.md", "settings of the adapter", lambda: lmcache_metrics.of_objects(table_of(AdapterSettings))),
     Part("docs/lmcache.md", "counts of the adapter", adapter_counts),
     Part("docs/sglang.md", "settings of the storage backend", lambda: table_of(StorageSettings)),
     Part("docs/sglang.md", "counts of the storage backend", storage_counts),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenlake_client.engines.sglang.counters import COUNTS, StorageCounters
-from tokenlake_client.engines.vllm.counters import Count
 
 PREFIX = "lmcache:tokenlake_"
 """The beginning of the names of all metrics."""
@@ -19,9 +18,8 @@ HERE = {
 }
 
 
-def meaning_of(count: Count) -> str:
-    """The meaning of a count of the storage backend, where a page is one of LMCache's objects."""
-    text = count.meaning
+def of_objects(text: str) -> str:
+    """A text about the pages of SGLang's storage backend as one about LMCache's objects."""
     for theirs, ours in HERE.items():
         text = text.replace(theirs, ours)
     return text
@@ -45,7 +43,7 @@ class AdapterSeries:
         counts = self._counters.read()
         families: dict[str, Any] = {}
         for name, count in COUNTS.items():
-            meaning = "tokens of lookups by what was found" if count.source else meaning_of(count)
+            meaning = "tokens of lookups by what was found" if count.source else of_objects(count.meaning)
             family = families.get(count.metric)
             if family is None:
                 labels = ["source"] if count.source else []
