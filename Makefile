@@ -40,7 +40,7 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-pythons test-vllm test-sglang nightly demo lint install install-dev install-engines \
+.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo lint install install-dev install-engines \
 	install-tools install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
@@ -71,7 +71,7 @@ test-all:
 
 test-rest: install-rest
 	$(PYTEST) -n 3 -m "rest and not nightly"
-	$(MAKE) --no-print-directory test-pythons test-vllm test-sglang
+	$(MAKE) --no-print-directory test-pythons test-vllm test-lmcache test-sglang
 
 # The tests of the rules with the later Pythons of this machine: those on the PATH, and pyenv's.
 test-pythons:
@@ -92,6 +92,9 @@ test-pythons:
 test-vllm: install-vllm
 	$(VLLM_PYTEST) -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
 	$(VLLM_PYTEST) -m alone
+
+test-lmcache: install-lmcache
+	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default tests/engines/lmcache
 
 # The engines of all modules are the same three, so one worker runs them.
 test-sglang: install-sglang
@@ -217,7 +220,7 @@ $(ROUTERS_VENV)/.installed: pyproject.toml constraints-routers.txt
 	$(ROUTERS_PIP_INSTALL) --no-deps ai-dynamo-runtime
 	@touch $@
 
-# The peer of `tokenlake bench engine --against lmcache`. It lies outside vLLM's environment, because some of its pinned
+# The peer of `tokenlake bench engine --against lmcache`, and the servers of `make test-lmcache`. It lies outside vLLM's environment, because some of its pinned
 # dependencies exclude vLLM's; on a machine without a GPU those that vLLM has are enough.
 install-lmcache: install-vllm $(LMCACHE)/.installed
 

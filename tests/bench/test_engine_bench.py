@@ -13,9 +13,9 @@ import pytest
 
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.engine.command import EngineArguments, _Pair, run_engine
-from tokenlake_bench.engine.lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine.workload import Conversations
 from tokenlake_testing.engine_lines import Timed
+from tokenlake_testing.lmcache_server import LMCacheServer, check_lmcache
 
 LIMIT_S = 60.0
 SERVER = """
@@ -32,7 +32,7 @@ PARENT = """
 import sys
 from pathlib import Path
 import psutil
-from tokenlake_bench.engine.lmcache import LMCacheServer
+from tokenlake_testing.lmcache_server import LMCacheServer
 with LMCacheServer(sys.executable, 64, directory=Path(sys.argv[1])):
     print(psutil.Process().children()[0].pid, flush=True)
     sys.stdin.read()

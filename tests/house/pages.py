@@ -20,6 +20,8 @@ import tokenlake_server.start.daemon  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
+from tokenlake_client.engines.lmcache import metrics as lmcache_metrics
+from tokenlake_client.engines.lmcache.settings import AdapterSettings
 from tokenlake_client.engines.sglang import counters as sglang_counters
 from tokenlake_client.engines.sglang.settings import StorageSettings
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
@@ -86,6 +88,15 @@ def storage_counts() -> str:
     return "\n".join(rows) + "\n"
 
 
+def adapter_counts() -> str:
+    """The counts of LMCache's L2 adapter as a table in Markdown."""
+    rows = ["| count | on LMCache's metrics page | meaning |", "|---|---|---|"]
+    for name, count in sglang_counters.COUNTS.items():
+        series = sglang_counters.series_of(count).replace(sglang_counters.PREFIX, lmcache_metrics.PREFIX)
+        rows.append(f"| `{name}` | `{series}` | {lmcache_metrics.of_objects(count.meaning)} |")
+    return "\n".join(rows) + "\n"
+
+
 def sizes_of_models() -> str:
     """What `tokenlake config models` prints with the default memory, as a block of a page."""
     printed = CliRunner().invoke(config, ["models", "--memory", str(ServerConfig().memory)], catch_exceptions=False)
@@ -110,6 +121,8 @@ PARTS = (
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
     Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
+    Part("docs/lmcache.md", "settings of the adapter", lambda: lmcache_metrics.of_objects(table_of(AdapterSettings))),
+    Part("docs/lmcache.md", "counts of the adapter", adapter_counts),
     Part("docs/sglang.md", "settings of the storage backend", lambda: table_of(StorageSettings)),
     Part("docs/sglang.md", "counts of the storage backend", storage_counts),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),

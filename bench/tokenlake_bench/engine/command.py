@@ -18,11 +18,11 @@ from rich.table import Table
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine.environment import check_interpreter
-from tokenlake_bench.engine.lmcache import LMCacheServer, check_lmcache
 from tokenlake_bench.engine.workload import Conversations, prompt
 from tokenlake_bench.report import table, write_json
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.lmcache_server import LMCacheServer, check_lmcache
 from tokenlake_testing.tiny_model import save_tiny_model
 
 HOOK_TOKENS = 32768

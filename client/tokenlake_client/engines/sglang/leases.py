@@ -109,6 +109,26 @@ class HeldLeases:
             entry.lease.release(min(before), start)
         return Held(entry.lease, start, stop)
 
+    def where(self, page: str) -> tuple[Lease, int] | None:
+        """The lease of a page, which stays kept, and its segment there. None: the page is not leased."""
+        with self._changed:
+            entry = next((each for each in self._entries if page in each.left), None)
+            return None if entry is None else (entry.lease, entry.left[page])
+
+    def drop(self, pages: Sequence[str]) -> None:
+        """Release each of `pages` in the oldest lease that has it, and no other page. Pages that are not leased are
+        ignored."""
+        ended: list[tuple[Lease, int]] = []
+        with self._changed:
+            for page in pages:
+                entry = next((each for each in self._entries if page in each.left), None)
+                if entry is not None:
+                    ended.append((entry.lease, entry.left.pop(page)))
+                    if not entry.left:
+                        self._entries.remove(entry)
+        for lease, index in ended:
+            lease.release(index, index + 1)
+
     def expire(self) -> None:
         """Release the leases whose time is over. A thread of this object does it too."""
         ended: list[_Entry] = []

@@ -97,7 +97,8 @@ class PageStore:
     def find_each(self, pages: Sequence[str]) -> tuple[list[bool], Lease | None]:
         """Whether the pool has each of `pages`, and the lease of those that it has; the caller gives it to `keep`.
         Never raises."""
-        lease = self._match(pages, MatchOptions(independent=True, counted_keys=0), "looking up pages")
+        options = MatchOptions(independent=True, counted_keys=None if self._kind.tokens else 0)
+        lease = self._match(pages, options, "looking up pages")
         if lease is None:
             return [False] * len(pages), None
         found = [code in _LEASED for code in lease.codes]
@@ -209,9 +210,9 @@ class PageStore:
             copies = [
                 copy
                 for array, parts in zip(arrays, places[first - start :], strict=False)
-                for copy in _out_of(array.ctypes.data, array.nbytes, parts)
+                for copy in out_of(array.ctypes.data, array.nbytes, parts)
             ]
-            self._copy.each(_move, copies, sum(array.nbytes for array in arrays))
+            self._copy.each(move, copies, sum(array.nbytes for array in arrays))
             done += len(arrays)
             if len(arrays) < last - first:
                 break
@@ -253,11 +254,12 @@ class PageStore:
         self.leases.close()
 
 
-def _move(copy: tuple[int, int, int]) -> None:
+def move(copy: tuple[int, int, int]) -> None:
+    """Copy bytes between two places of this process: (to, from, bytes)."""
     ctypes.memmove(*copy)
 
 
-def _out_of(address: int, nbytes: int, parts: Parts) -> Iterator[tuple[int, int, int]]:
+def out_of(address: int, nbytes: int, parts: Parts) -> Iterator[tuple[int, int, int]]:
     """The copies (to, from, bytes) of a segment at `address` into the parts of a page. Raises `ValueError` for parts of
     another size than the segment."""
     _check(nbytes, parts)
@@ -267,7 +269,7 @@ def _out_of(address: int, nbytes: int, parts: Parts) -> Iterator[tuple[int, int,
 
 
 def _into(slot: NDArray[np.uint8], parts: Parts) -> None:
-    """Fill the slot of a segment from the parts of a page. Raises `ValueError` as `_out_of`."""
+    """Fill the slot of a segment from the parts of a page. Raises `ValueError` as `out_of`."""
     _check(slot.nbytes, parts)
     address = slot.ctypes.data
     for place, size in parts:

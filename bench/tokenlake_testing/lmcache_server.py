@@ -1,4 +1,4 @@
-"""LMCache's server as a peer of the pool in `tokenlake bench engine`.
+"""LMCache's server: a peer of the pool in `tokenlake bench engine`, and with the pool behind it in tests.
 
 One server process keeps the caches of all engines of this machine, which connect to it through vLLM's
 `LMCacheMPConnector`. LMCache is installed in a directory of its own, which only the server and these engines have on
@@ -9,6 +9,7 @@ a GPU are in vLLM's environment.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import tempfile
@@ -42,8 +43,16 @@ class LMCacheServer:
     """A running server of LMCache that keeps at most `memory_mib` of memory for caches. A context manager: waits until
     the server answers, and ends it at the exit. The kernel ends it with this process."""
 
-    def __init__(self, python: str, memory_mib: int, chunk_tokens: int = 256, directory: Path = LMCACHE) -> None:
-        """`python`: an interpreter with vLLM. `chunk_tokens`: tokens of an object that the server stores."""
+    def __init__(
+        self,
+        python: str,
+        memory_mib: int,
+        chunk_tokens: int = 256,
+        directory: Path = LMCACHE,
+        l2: dict[str, Any] | None = None,
+    ) -> None:
+        """`python`: an interpreter with vLLM. `chunk_tokens`: tokens of an object that the server stores. `l2`: the
+        JSON of `--l2-adapter`."""
         self._python = python
         self._port, self._http_port = free_port(), free_port()
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-lmcache-")
@@ -60,6 +69,8 @@ class LMCacheServer:
             "supported-transfer-mode": "engine_driven",
             "shm-name": self._shared,
         }
+        if l2 is not None:
+            self._arguments["l2-adapter"] = json.dumps(l2)
         self.log = Path(self._directory.name) / "log"
         self.environment: Final = {
             "PYTHONPATH": os.pathsep.join([str(directory.absolute()), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -107,6 +118,12 @@ class LMCacheServer:
                     return
             time.sleep(0.1)
         raise Unreachable(f"LMCache's server does not answer: {self.log.read_text()[-4000:]}")
+
+    def status(self) -> dict[str, Any]:
+        """The server's page `/status`."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/status", timeout=STOP_S) as reply:
+            status: dict[str, Any] = json.load(reply)
+            return status
 
     def hide_memory(self) -> None:
         """Remove the name of the server's shared memory, once all engines have mapped it, so that the memory is freed

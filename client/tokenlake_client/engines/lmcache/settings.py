@@ -1,0 +1,78 @@
+"""The settings of the adapter: keys of `adapter_params`, or variables of the environment. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from tokenlake.config import ENGINE_PREFIX
+from tokenlake.config.kinds import Text
+from tokenlake.config.setting import Setting, read
+from tokenlake.config.sources import of_environment
+from tokenlake.errors import ConfigurationError
+from tokenlake_client.engines.sglang.settings import StorageSettings
+
+
+class AdapterSettings(StorageSettings, frozen=True, kw_only=True):
+    """The adapter's settings: those of SGLang's storage backend, where a page is one of LMCache's objects, and these.
+    `read_settings` makes this object and checks the values."""
+
+    engine: Annotated[
+        Text,
+        Setting(
+            "name of the engine and its version, with all settings that change what its cache holds: quantization, "
+            "dtype, attention backend, changes of the configuration. Servers share only with servers of the same text",
+            why="LMCache does not tell an adapter which engine it serves",
+            default="none: the start fails without it",
+        ),
+    ] = ""
+    chunk_tokens: Annotated[
+        int,
+        Meta(ge=1, le=1 << 20, description="tokens"),
+        Setting(
+            "the server's `--chunk-size`. Servers share only with servers of the same number",
+            why="LMCache's own default",
+        ),
+    ] = 256
+    lease_s: Annotated[
+        float,
+        Meta(ge=0.001, le=600, description="seconds"),
+        Setting(
+            "time for which objects that a lookup has found stay leased where LMCache does not unlock them",
+            why="LMCache unlocks after each load",
+        ),
+    ] = 60.0
+    salt: Annotated[
+        Text | None,
+        Setting(
+            "part of every key: servers share only with servers of the same salt. The `cache_salt` of a request is "
+            "part of its keys too",
+            why="all servers of a tenant share",
+            default="none",
+        ),
+    ] = None
+    weights_digest: Annotated[
+        Text | None,
+        Setting(
+            "name of weights and configuration; servers with the same name share, whatever their engines load",
+            why="files with other contents get another digest by themselves",
+            default="digest of the directory that the engine's `--model` names; needed where that is no directory",
+        ),
+    ] = None
+
+
+def read_settings(params: Mapping[str, object], environ: Mapping[str, str]) -> AdapterSettings:
+    """The settings in `params` (LMCache's `adapter_params`) and `environ` (variables of the environment); `params`
+    takes precedence. Raises `ConfigurationError` for the first setting that is unknown or invalid, and where `engine`
+    is missing."""
+    given = [
+        *of_environment(environ, ENGINE_PREFIX),
+        *((str(name), value, "adapter_params") for name, value in params.items()),
+    ]
+    values, _ = read(AdapterSettings, given)
+    settings = AdapterSettings(**values)
+    if not settings.engine:
+        raise ConfigurationError("engine", settings.engine, "the engine, its version and its settings")
+    return settings
