@@ -28,7 +28,7 @@ from tokenlake_bench.demo.engine import Engine, Ran
 from tokenlake_bench.demo.plan import NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.engine.environment import check_modules
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_bytes, format_duration, format_share, table, verdict, write_json
+from tokenlake_bench.report import format_bytes, format_duration, format_share, output, table, verdict, write_json
 from tokenlake_bench.routing.base import Router
 from tokenlake_testing.cluster import Cluster
 
@@ -124,7 +124,7 @@ def run_demo(arguments: DemoArguments) -> DemoResult:
     ModuleNotFoundError where a module of the engines is not installed."""
     # The modules of the engines are checked before the engine processes, which import them, are started.
     check_modules("torch", "transformers")
-    console, progress = Console(), Console(stderr=True)
+    console, progress = output(), Console(stderr=True)
     began = time.monotonic()
     with ExitStack() as stack:
         progress.print(f"starting {NODES} engines with {arguments.model or 'a tiny Llama of random weights'}")
@@ -176,7 +176,7 @@ class _Demo:
         """Serve requests without a queue: each engine serves every second one."""
         ran: dict[int, Ran] = {}
         lock = threading.Lock()
-        with LiveProgress(self.console, title, len(numbers)) as progress, ThreadPoolExecutor(NODES) as threads:
+        with LiveProgress(title, len(numbers)) as progress, ThreadPoolExecutor(NODES) as threads:
 
             def serve(first: int) -> None:
                 run = self.engines[first].run_cold if cold else self.engines[first].run
@@ -245,7 +245,7 @@ class _Demo:
         lost: dict[str, float] = {}
         killed_s = 0.0
         self._attach(clusters)
-        with LiveProgress(self.console, title, count) as progress:
+        with LiveProgress(title, count) as progress:
 
             def arrived(number: int) -> None:
                 nonlocal killed_s
