@@ -188,12 +188,12 @@ def systems_table(result: SimulatedResult) -> Group:
                 "in GPU %",
                 *(["disk %"] if disks else []),
                 "copies",
-                "GiB moved",
+                "GiB",
                 "load CV",
                 "busy %",
             ),
             caches,
-            "remote, in GPU: of the hits",
+            "remote, in GPU: of the hits; GiB: moved between nodes",
         ),
     )
 
