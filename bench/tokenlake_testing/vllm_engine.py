@@ -190,7 +190,7 @@ class VllmEngine:
     def door(self) -> str:
         """How the pool serves the engine: "connector" (the model's layout is the pool's), "offloading" (behind vLLM's
         OffloadingConnector), or "none"."""
-        from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
+        from tokenlake_client.engines.vllm.known.connector import KnownLayoutConnector
 
         if self._pool is None:
             return "none"
@@ -213,17 +213,13 @@ class VllmEngine:
     def slow_loads(self, seconds: float) -> None:
         """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
-            chunks = getattr(getattr(rank, "connector_worker", None), "worker", None)
-            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._copy, seconds)
-
-    def _slow_loads(self, copy: Any, seconds: float) -> None:
-        copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
+            copy = rank.on_rank()._copy
+            copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
 
     def slow_saves(self, seconds: float) -> None:
-        """Make every copy of a segment out of the engine's blocks take `seconds` longer from now on. Only for the
-        connector of models whose layout the pool knows."""
+        """Make every copy of a segment out of the engine's blocks take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
-            copy = rank._worker._copy
+            copy = rank.on_rank()._copy
             copy.to_slot = _after(seconds, type(copy).to_slot.__get__(copy))
 
     def expect_prefill(self, token_s: float) -> None:
