@@ -101,6 +101,24 @@ class VllmEngine:
         engine.abort_request(["moves"])
         return answer
 
+    def begin(self, prompt: list[int]) -> None:
+        """Give the engine a request whose lookup begins, without a step in which a load could begin."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        engine.add_request("begun", {"prompt_token_ids": prompt}, greedy)
+        if self.door() != "connector":
+            # The lookup begins in the first step, which does not wait for its answer.
+            engine.step()
+
+    def abort(self) -> None:
+        """Abort the request of `begin`."""
+        engine = self._llm.llm_engine
+        engine.abort_request(["begun"])
+        while engine.has_unfinished_requests():
+            engine.step()
+
     def hinted(self, prompt: list[int], tokens: int, actions: list[dict[str, Any]], salt: str | None) -> list[int]:
         """Generate greedily for one request that carries actions of a router in vLLM's field for them."""
         from vllm import SamplingParams
