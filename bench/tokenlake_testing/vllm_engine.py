@@ -114,10 +114,12 @@ class VllmEngine:
 
     def abort(self) -> None:
         """Abort the request of `begin`."""
-        engine = self._llm.llm_engine
-        engine.abort_request(["begun"])
-        while engine.has_unfinished_requests():
-            engine.step()
+        self._llm.llm_engine.abort_request(["begun"])
+        self.idle()
+
+    def idle(self) -> None:
+        """The step that vLLM's server makes after the end of the last request: the connector takes the outcomes."""
+        self._llm.llm_engine.step()
 
     def hinted(self, prompt: list[int], tokens: int, actions: list[dict[str, Any]], salt: str | None) -> list[int]:
         """Generate greedily for one request that carries actions of a router in vLLM's field for them."""
@@ -203,7 +205,9 @@ class VllmEngine:
         return str(generate_latest(REGISTRY).decode())
 
     def layout(self) -> str:
-        return str(_ours(self._side())[0].layout.encode().hex())
+        """The layout of the engine's segments, in hexadecimal; empty before it is known."""
+        layout = _ours(self._side())[0].layout
+        return "" if layout is None else str(layout.encode().hex())
 
     def door(self) -> str:
         """How the pool serves the engine: "connector" (the model's layout is the pool's), "offloading" (behind vLLM's

@@ -128,9 +128,11 @@ def nodes(directory: Path) -> Iterator[Cluster]:
 def spoil(node: Node, segment_bytes: int) -> None:
     """Overwrite every segment of this size in the memory of a node with zeros."""
     with _beside(node, segment_bytes) as pool:
-        slots = [region for region in _regions(pool) if region.shape[1] == segment_bytes]
-        for region in slots:
-            region[:] = 0
+        for number in range(REGIONS):
+            with contextlib.suppress(Exception):
+                slots = pool.link.regions.get(number, write=True).slots
+                if slots.shape[1] == segment_bytes:
+                    slots[:] = 0
 
 
 @contextlib.contextmanager
@@ -172,12 +174,6 @@ def _beside(node: Node, segment_bytes: int) -> Pool:
         segment_tokens=1,
     )
     return Pool.connect(node.socket, layout, deadlines=DEADLINES)
-
-
-def _regions(pool: Pool) -> Iterator[object]:
-    for region in range(REGIONS):
-        with contextlib.suppress(Exception):
-            yield pool.link.regions.get(region, write=True).slots
 
 
 class Contract:

@@ -97,7 +97,7 @@ class Transformers(InProcess):
 
     def ask(self, who: Who, tokens: Sequence[int]) -> Answer:
         ids: Any = torch.tensor([tokens])
-        arguments = {"max_new_tokens": NEW, "do_sample": False}
+        arguments: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
         engine = self.engines.get(who)
         if engine is None:
             return Answer(self.models[who].generate(ids, **arguments)[0].tolist(), 0)
@@ -126,8 +126,10 @@ class Transformers(InProcess):
         ]
 
     def close(self) -> None:
-        for each in (*self.engines.values(), *self.pools):
-            each.close()
+        for engine in self.engines.values():
+            engine.close()
+        for pool in self.pools:
+            pool.close()
 
 
 class Toy:

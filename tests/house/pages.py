@@ -97,6 +97,12 @@ def adapter_counts() -> str:
     return "\n".join(rows) + "\n"
 
 
+def smallest_door() -> str:
+    """The example of an integration, from its layout on, as a block of a page."""
+    text = (ROOT / "docs" / "examples" / "door.py").read_text()
+    return f"```python\n{text[text.index('LAYOUT = '):]}```\n"
+
+
 def sizes_of_models() -> str:
     """What `tokenlake config models` prints with the default memory, as a block of a page."""
     printed = CliRunner().invoke(config, ["models", "--memory", str(ServerConfig().memory)], catch_exceptions=False)
@@ -120,6 +126,7 @@ PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
+    Part("docs/integrate.md", "the smallest door", smallest_door),
     Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
     Part("docs/lmcache.md", "settings of the adapter", lambda: table_of(AdapterSettings)),
     Part("docs/lmcache.md", "counts of the adapter", adapter_counts),

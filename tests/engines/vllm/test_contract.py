@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engines import gate as gates
-from tests.engines.contract import FOREIGN, Answer, Contract, Door, Who, nodes
+from tests.engines.contract import FOREIGN, TIMEOUT_S, Answer, Contract, Door, Who, nodes
 from tests.engines.gate import Gate
 from tests.engines.vllm.conftest import TINY, pool_of, prompt
 from tests.engines.vllm.forked import ForkedEngine
@@ -18,18 +19,18 @@ from tests.engines.vllm.spoiling import tracebacks
 from tokenlake.opaque_layout import decode_layout
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
-from tokenlake_testing.families import save_mistral
-from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
+from tokenlake_testing.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 SEGMENT = 256
-BLOCK = 128
-SAVES: Mapping[str, Callable[[str | Path, TinyModel | None], Path]] = {
-    "connector": save_tiny_model,
-    "offloading": save_mistral,
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "connector": {},
+    "offloading": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    },
 }
-"""By door, a model that it serves: one with full attention, and one with windows."""
+"""By door, arguments of vLLM with which it serves the model."""
 
 
 class Gated(ForkedEngine):
@@ -43,13 +44,13 @@ class Vllm(Door):
 
     def __init__(self, name: str, directory: Path, cluster: Cluster, gate: Gate) -> None:
         self.name, self.cluster, self.gate = name, cluster, gate
-        model = SAVES[name](directory / "model", TINY)
-        self._trained = SAVES[name](directory / "trained", replace(TINY, seed=1))
+        model = save_tiny_model(directory / "model", TINY)
+        self._trained = save_tiny_model(directory / "trained", replace(TINY, seed=1))
 
         def start(who: Who, node: int = 0, kind: type[ForkedEngine] = ForkedEngine, **settings: Any) -> Engine:
             pool = None if who is Who.PLAIN else pool_of(cluster.nodes[node], write_patience_s=1, **settings)
             log = directory / f"{who.name.lower()}.log"
-            return kind(model, log, pool, environment=dict(gate.environment))
+            return kind(model, log, pool, environment=dict(gate.environment), **ARGUMENTS[name])
 
         self.engines = {
             Who.PLAIN: start(Who.PLAIN),
@@ -57,10 +58,17 @@ class Vllm(Door):
             Who.SECOND: start(Who.SECOND, 1, Gated),
             Who.FOREIGN: start(Who.FOREIGN, credential=FOREIGN),
         }
-        # The layout is known with the first step.
-        self.engines[Who.FIRST].generate([prompt(8, 99)], 1)
-        self.segment_bytes = decode_layout(bytes.fromhex(self.engines[Who.FIRST].call("layout"))).segment_bytes
+        layouts = [self._layout_of(who) for who in Who if who is not Who.PLAIN]
+        self.segment_bytes = decode_layout(layouts[0]).segment_bytes
         assert self.engines[Who.FIRST].call("door") == name
+
+    def _layout_of(self, who: Who) -> bytes:
+        """Waits until an engine knows its layout, some steps after the start."""
+        until = time.monotonic() + TIMEOUT_S
+        while not (layout := self.engines[who].call("layout")):
+            assert time.monotonic() < until, who
+            self.engines[who].generate([prompt(8, 99)], 1)
+        return bytes.fromhex(layout)
 
     def prompt(self, length: int, seed: int) -> list[int]:
         return prompt(length, seed)
@@ -69,6 +77,7 @@ class Vllm(Door):
         engine = self.engines[who]
         assert engine.call("forget")
         answer = engine.timed([tokens])
+        engine.call("idle")
         return Answer(answer.tokens[0], answer.cached)
 
     def settle(self, who: Who) -> None:
@@ -89,7 +98,7 @@ class Vllm(Door):
         return [line for engine in self.engines.values() for line in tracebacks(engine)]
 
 
-@pytest.fixture(scope="module", params=SAVES)
+@pytest.fixture(scope="module", params=ARGUMENTS)
 def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     directory = tmp_path_factory.mktemp("contract")
     with nodes(directory) as cluster:
