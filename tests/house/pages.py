@@ -100,7 +100,7 @@ def adapter_counts() -> str:
 def smallest_door() -> str:
     """The example of an integration, from its layout on, as a block of a page."""
     text = (ROOT / "docs" / "examples" / "door.py").read_text()
-    return f"```python\n{text[text.index('LAYOUT = '):]}```\n"
+    return f"```python\n{text[text.index('LAYOUT = ') :]}```\n"
 
 
 def sizes_of_models() -> str:

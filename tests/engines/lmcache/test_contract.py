@@ -137,5 +137,17 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCache]:
         yield LMCache(directory, cluster, Gate(directory / "gate"), stack)
 
 
+def test_the_counts_in_the_servers_status(door: LMCache) -> None:
+    tokens = prompt(1000, 60)
+    assert door.ask(Who.FIRST, tokens).cached == 0
+    door.settle(Who.FIRST)
+    before = door.counts(Who.SECOND)
+    assert door.ask(Who.SECOND, tokens).cached == 3 * CHUNK
+    after = door.counts(Who.SECOND)
+    assert after["tokens_loaded"] - before["tokens_loaded"] == 3 * CHUNK
+    assert after["tokens_hit_remote"] - before["tokens_hit_remote"] == 3 * CHUNK
+    assert after["failures"] == after["loads_failed"] == after["pages_not_read"] == 0
+
+
 class TestContract(Contract):
     pass
