@@ -6,8 +6,9 @@ import pytest
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
-from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
+from tokenlake_client.engines.vllm.known.step_plan import StepReport
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 
 
 def layout(heads: int) -> Layout:

@@ -25,10 +25,10 @@ from tokenlake_client.engines.vllm.offloading.chunks import (
     whole_chunks,
 )
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import MatchOptions
 from tokenlake_client.testing import MemoryPool

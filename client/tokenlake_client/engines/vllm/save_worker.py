@@ -19,7 +19,7 @@ from tokenlake.wire import Code
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.counters import Counts
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.pool import Pool
 
 

@@ -22,12 +22,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.vllm.disaggregated import is_split
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
 from tokenlake_client.engines.vllm.offloading.identity import RankFacts, counted_group, identity_of, rank_facts
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
+from tokenlake_client.engines.vllm.offloading.worker import ChunkWorker
 from tokenlake_client.engines.vllm.patches import VERSION, apply
+from tokenlake_client.engines.vllm.served_request import is_split
 from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook
 
 IDLE_S = 0.0005
@@ -89,10 +90,9 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         """The layout, once all ranks have reported; only in vLLM's scheduler."""
         return self._manager.opening.layout if self._manager is not None else None
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all computed chunks are stored; False when `timeout` seconds were not enough."""
-        worker = self._worker
-        return worker is None or worker.chunks.flush(timeout)
+    def on_rank(self) -> ChunkWorker | None:
+        """See `PoolHooks`."""
+        return self._worker.chunks if self._worker is not None else None
 
     @property
     def _worker(self) -> PoolWorker | None:
@@ -103,7 +103,7 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         """Begin to identify the model. Reads the model's files in the background."""
         spec, config, cached = manager.spec, self._vllm_config, self._kv_cache_config
         manager.chunks.counted_group = counted_group(cached)
-        manager.serve_adapters(config.lora_config, config.model_config.dtype)
+        self.side.serve_adapters(config.lora_config, config.model_config.dtype)
         manager.opening.identify(
             lambda: identity_of(
                 config, cached, spec.settings, chunk_blocks=spec.blocks_per_chunk, replicated=spec.replicated_layout
@@ -222,18 +222,6 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         step; here they begin at once, because they run in the background."""
         super().wait_for_save()
         self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
-
-    @hook(lambda: None)
-    def unregister_kv_caches(self) -> None:
-        """vLLM's hook before sleep: the rank does not use the cache any more, and releases its page locks."""
-        if self._worker is not None:
-            self._worker.chunks.sleep()
-
-    @hook(lambda: None)
-    def restore_kv_caches(self) -> None:
-        """vLLM's hook after sleep, with the cache at the same addresses."""
-        if self._worker is not None:
-            self._worker.chunks.wake()
 
     @hook(None)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -19,8 +19,8 @@ from typing import Any
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.model_config import STATIC_ROPE
-from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_digest_of
-from tokenlake_client.engines.vllm.pages import PageCache
+from tokenlake_client.engines.vllm.checkpoint import digest_of_draft, weights_digest_of
+from tokenlake_client.engines.vllm.offloading.pages import PageCache
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 HASHES = ("sha256", "sha256_cbor")

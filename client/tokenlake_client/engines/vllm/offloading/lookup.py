@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.load_worker import WINDOW, runs
-from tokenlake_client.engines.vllm.lookup import PolledMatch
+from tokenlake_client.engines.vllm.polled_match import PolledMatch
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import PendingMatch
 

@@ -24,11 +24,11 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.lookup import LateLookup
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, Found
-from tokenlake_client.engines.vllm.request import ServedRequest
+from tokenlake_client.engines.vllm.polled_match import LateLookup
+from tokenlake_client.engines.vllm.served_request import ServedRequest
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
 from tokenlake_client.pool import Pool

@@ -22,15 +22,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.vllm.adapters import Adapters
 from tokenlake_client.engines.vllm.copies import copy_for
 from tokenlake_client.engines.vllm.offloading.chunks import GROUP_BYTES, blocks_per_chunk
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.side import Side, not_served
+from tokenlake_client.engines.vllm.side import Side
 from tokenlake_client.pool import Pool
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -86,7 +85,7 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             copy = copy_for(cache, cache.devices)
         except LayoutRefused as error:
             side.refuse(str(error))
-            side.decline(str(error))
+            side.settings.decline(str(error))
         loaded = side.loaded_adapters()
         worker = ChunkWorker(copy, place, self.settings, self._join, side.counters, side.reports.failure, loaded)
         self.worker = PoolWorker(worker, parallel.rank, cache)
@@ -94,7 +93,7 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def _join(self, session: int, layout: bytes) -> Pool:
         # The manager has verified the segments before a rank reads them.
-        return self.side.connect(OpaqueLayout.decode(layout), session, verify=False)
+        return self.settings.connect(OpaqueLayout.decode(layout), session, verify=False)
 
 
 def guarded(hook: Hook) -> Hook:
@@ -119,9 +118,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         side, self._reports = spec.side, spec.side.reports
         self._chunk_tokens = {group.to_bytes(GROUP_BYTES, "big"): tokens for group, tokens in chunk_tokens.items()}
         self.chunks = ChunkManager(side.settings, side.counters, side.reports.failure, side.refuse)
-        connect = functools.partial(side.connect, verify=side.settings.verify)
-        self.opening = Opening(self.chunks, connect, side.reports.failure, side.decline)
-        self._adapters: Adapters | None = None
+        self.opening = Opening(self.chunks, side.settings.connect, side.reports.failure, side.settings.decline)
         self._asked: tuple[Any, bytes] = None, b""
         """The request and the chunk of the last lookup that went to the manager."""
         self._unanswered: Any = None
@@ -193,22 +190,14 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def arrived(self, request: Any) -> None:
         """Serve a request, unless the pool cannot. Never raises."""
         self.opening.requested()
-        reason = not_served(request, self._adapters)
-        if reason is not None:
-            self._side.counters.add(requests_not_served=1)
-            self._side.refuse(reason)
+        admitted = self._side.admit(request)
+        if admitted is None:
             return
-        name, lora = request.request_id, request.lora_request
-        acts = self._side.acts(request)
-        adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+        acts, adapter = admitted
         # The keys of chunks follow from hashes of vLLM's, which a router does not name.
         for bring in acts.brings:
             self._side.brought(bring, False)
-        self.chunks.new_request(name, acts.hints, lambda: int(request.num_tokens), adapter)
-
-    def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
-        """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
-        self._adapters = self._side.adapters(lora_config, dtype)
+        self.chunks.new_request(request.request_id, acts.hints, lambda: int(request.num_tokens), adapter)
 
     @guarded
     def on_request_finished(self, req_context: Any) -> None:
@@ -225,8 +214,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """Release all leases, and end the connection."""
         self.chunks.close()
         self.opening.close()
-        if self._adapters is not None:
-            self._adapters.close()
+        self._side.close()
 
 
 class PoolWorker(OffloadingWorker):  # type: ignore[misc]

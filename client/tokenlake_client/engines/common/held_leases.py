@@ -1,11 +1,11 @@
-"""The leases between a lookup and the read of its pages. Imports no engine.
+"""The leases between a lookup and the read of its pages.
 
-SGLang looks up all pages of a prompt, and reads them later in batches, in order. It does not tell a backend when the
-request is aborted in between, when it needs fewer pages than were found, or when it has no memory for them. So each
-lease ends at the latest after a fixed time, and a fixed number of leases is kept::
+An engine looks up all pages of a prompt, and reads them later in batches, in order. It may not tell when the request is
+aborted in between, when it needs fewer pages than were found, or when it has no memory for them. So each lease ends at
+the latest after a fixed time, and a fixed number of leases is kept::
 
     lookup  |---- found: leased ----|
-    read        |- 128 -|               the pages before it are released with it: SGLang has them already
+    read        |- 128 -|               the pages before it are released with it: the engine has them already
     read                |- 128 -|
     later                       |--|    never read: released when the time has passed, or when newer lookups need room
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from tokenlake_client.lease import Lease
 
 MAX_HELD = 64
-"""Limit of the leases of one cache pool that are kept. SGLang reads the pages of one request at a time, so that more
+"""Limit of the leases of one cache pool that are kept. An engine reads the pages of one request at a time, so that more
 lookups wait only while it has no memory for them."""
 
 
@@ -40,7 +40,7 @@ class Held(NamedTuple):
 class _Entry:
     lease: Lease
     left: dict[str, int]
-    """By SGLang's hash of a page, the index of its segment in the lease, of the pages that were neither read nor
+    """By the engine's name of a page, the index of its segment in the lease, of the pages that were neither read nor
     released."""
     until: float = field(default=0.0)
 
@@ -73,8 +73,8 @@ class HeldLeases:
             return len(self._entries)
 
     def hold(self, pages: Mapping[str, int], lease: Lease) -> None:
-        """Keep a lease. `pages`: by SGLang's hash of each page that may be read, the index of its segment in the lease,
-        in the order in which SGLang reads them. Where no thread can be started that ends the lease in time, it is
+        """Keep a lease. `pages`: by the engine's name of each page that may be read, the index of its segment in the
+        lease, in the order in which they are read. Where no thread can be started that ends the lease in time, it is
         released at once."""
         ended: list[_Entry] = []
         with self._changed:

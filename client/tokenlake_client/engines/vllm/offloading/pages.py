@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.parts import Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit, fetch_limit_s
 from tokenlake.planner.fits import ENOUGH
-from tokenlake_client.engines.vllm.step_plan import LoadTime
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 
 HERE = ""
 """The name that stands for this node among the nodes from which a hit is loaded."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
-from tokenlake_client.engines.vllm.disaggregated import EXPECTED_S, LEAST_WAIT_S, RemotePrefill
-from tokenlake_client.engines.vllm.load_cost import LoadCosts
-from tokenlake_client.engines.vllm.lookup import Lookup
-from tokenlake_client.engines.vllm.request import RequestState
+from tokenlake_client.engines.vllm.known.disaggregated import EXPECTED_S, LEAST_WAIT_S, RemotePrefill
+from tokenlake_client.engines.vllm.known.load_cost import LoadCosts
+from tokenlake_client.engines.vllm.known.lookup import Lookup
+from tokenlake_client.engines.vllm.known.request import RequestState
 from tokenlake_client.pool import Pool
 
 MAX_WAITING = 16

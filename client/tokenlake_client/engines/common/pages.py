@@ -1,12 +1,12 @@
-"""The pages of one of SGLang's cache pools in the pool: looked up, loaded into SGLang's host memory, and stored from
-it. Imports no engine.
+"""Pages that an engine names by hashes: looked up in the pool, loaded into the engine's host memory, and stored from
+it.
 
-One page is one segment. It is copied once in each direction, by the processor, between SGLang's host memory and the
+One page is one segment. It is copied once in each direction, by the processor, between the engine's host memory and the
 arena; a page's parts (keys and values of all layers, or of each layer) follow each other in the segment::
 
-    SGLang's host memory  |..K of page 7..|      |..V of page 7..|
-                                   \\               /
-    arena                         |K of page 7|V of page 7|
+    host memory  |..K of page 7..|      |..V of page 7..|
+                          \\               /
+    arena                |K of page 7|V of page 7|
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_client.engines.sglang.counters import StorageCounters
-from tokenlake_client.engines.sglang.leases import HeldLeases
-from tokenlake_client.engines.sglang.settings import StorageSettings
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.held_leases import HeldLeases
+from tokenlake_client.engines.common.page_counts import PageCounters
+from tokenlake_client.engines.common.page_settings import PageSettings
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import MatchOptions
 from tokenlake_client.parallel_copy import ParallelCopy
@@ -38,12 +39,12 @@ STORED = (Code.COMMITTED, Code.EXISTS)
 _LEASED = (Code.LOCAL, Code.REMOTE)
 
 Parts = Sequence[tuple[int, int]]
-"""The places of one page in SGLang's host memory, in the order of the segment: (address, bytes) of each part."""
+"""The places of one page in the engine's host memory, in the order of the segment: (address, bytes) of each part."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """The constants of one cache pool's pages."""
+    """The constants of one cache pool of an engine, such as that of keys and values, or of recurrent states."""
 
     group: int
     """The number of the cache pool in the keys."""
@@ -53,23 +54,24 @@ class PageKind:
 
 
 class PageStore:
-    """Looks up, loads and stores the pages of one cache pool. SGLang looks up, loads and stores in one thread each."""
+    """Looks up, loads and stores the pages of one cache pool. The engine has one thread each for lookups, loads and
+    stores."""
 
     def __init__(
         self,
         kind: PageKind,
-        pool: Callable[[], Pool | None],
+        connection: Connection,
         weights: Callable[[], str | None],
-        settings: StorageSettings,
-        counters: StorageCounters,
+        settings: PageSettings,
+        counters: PageCounters,
         report: Callable[[str, BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool` returns the connection, or None while there is none; it does not wait. `weights` returns the digest of
-        the weights that have changed in place, None for those of the layout; it raises `Unreachable` while the pool
-        cannot be used. `report` is called with the operation that failed and its error."""
+        """`connection`: that of the layout of these pages; its `get` does not wait. This object closes it. `weights`
+        returns the digest of the weights that have changed in place, None for those of the layout; it raises
+        `Unreachable` while the pool cannot be used. `report` is called with the operation that failed and its error."""
+        self.connection = connection
         self._kind = kind
-        self._pool = pool
         self._weights = weights
         self._settings = settings
         self._counters = counters
@@ -81,7 +83,7 @@ class PageStore:
     # -- looking up
 
     def find(self, pages: Sequence[str]) -> int:
-        """The number of `pages`, SGLang's hashes, that the pool has, up to the first one that it lacks. They stay
+        """The number of `pages`, hashes in hexadecimal, that the pool has, up to the first one that it lacks. They stay
         leased until `load`, or for `lease_s`. Never raises."""
         tokens = self._kind.tokens
         lease = self._match(pages, MatchOptions(counted_keys=None if tokens else 0), "looking up pages")
@@ -128,7 +130,7 @@ class PageStore:
         if not pages:
             return None
         try:
-            pool = self._pool()
+            pool = self.connection.get()
             if pool is None:
                 return None
             deadline_s = self._settings.match_ms / 1e3 + KEY_S * len(pages)
@@ -160,8 +162,8 @@ class PageStore:
     # -- loading
 
     def load(self, pages: Sequence[str], places: Sequence[Parts]) -> list[bool]:
-        """Copy pages into SGLang's memory at `places`. Returns whether each page is there; after the first that is not,
-        no further one is loaded, because SGLang uses only those before it. Never raises."""
+        """Copy pages into the engine's memory at `places`. Returns whether each page is there; after the first that is
+        not, no further one is loaded, because an engine uses only those before it. Never raises."""
         began = time.perf_counter()
         done = 0
         try:
@@ -191,7 +193,7 @@ class PageStore:
         if held is not None:
             lease, start, stop = held
         else:
-            pool = self._pool()
+            pool = self.connection.get()
             if pool is None:
                 return 0
             deadline_s = self._settings.match_ms / 1e3 + KEY_S * len(pages)
@@ -221,12 +223,13 @@ class PageStore:
     # -- storing
 
     def save(self, pages: Sequence[str], places: Sequence[Parts], first: int = 0) -> list[bool]:
-        """Store pages from SGLang's memory. Returns whether the pool has each of them now. `first`: the index of the
-        first page in its prompt, where it is known. Waits at most `write_patience_s` without progress. Never raises."""
+        """Store pages from the engine's memory. Returns whether the pool has each of them now. `first`: the index of
+        the first page in its prompt, where it is known. Waits at most `write_patience_s` without progress. Never
+        raises."""
         began = time.perf_counter()
         codes = b""
         try:
-            pool = self._pool()
+            pool = self.connection.get()
             if pool is not None and self._settings.save:
                 codes = pool.store_all(
                     self._keys(pool, pages),
@@ -239,7 +242,7 @@ class PageStore:
         except Exception as error:
             self._report("storing pages", error)
         new = codes.count(Code.COMMITTED)
-        # A pool whose write budget is full makes SGLang's backup thread wait once, and not for each batch: SGLang's
+        # A pool whose write budget is full makes the engine's thread wait once, and not for each batch: the engine's
         # memory for the pages of waiting batches cannot be used otherwise.
         self._patient = Code.first_passing(codes) < 0
         self._counters.add(
@@ -250,8 +253,9 @@ class PageStore:
         return [code in STORED for code in codes] or [False] * len(pages)
 
     def close(self) -> None:
-        """Release all leases. Idempotent; never raises."""
+        """Release all leases, and close the connection. Idempotent."""
         self.leases.close()
+        self.connection.close()
 
 
 def move(copy: tuple[int, int, int]) -> None:
@@ -278,7 +282,7 @@ def _into(slot: NDArray[np.uint8], parts: Parts) -> None:
 
 
 def _check(nbytes: int, parts: Parts) -> None:
-    """Memory beyond a page or a slot is not touched: the sizes come from SGLang, and are compared before each copy."""
+    """Memory beyond a page or a slot is not touched: the sizes come from the engine, and are compared before a copy."""
     total = sum(size for _, size in parts)
     if total != nbytes:
         raise ValueError(f"a page has {total} bytes; expected {nbytes}")

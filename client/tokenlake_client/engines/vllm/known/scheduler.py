@@ -27,21 +27,22 @@ from tokenlake_client.engines.common.in_flight import LONGEST_S, NO_WAIT, InFlig
 from tokenlake_client.engines.common.kv_hints import Bring
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
-from tokenlake_client.engines.vllm.in_flight_waits import InFlightMarkers, InFlightWaits
-from tokenlake_client.engines.vllm.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
-from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
-from tokenlake_client.engines.vllm.lookup import Lookup, Lookups
-from tokenlake_client.engines.vllm.request import (
+from tokenlake_client.engines.vllm.known.disaggregated import NOT_SPLIT, READ, Offer, RemotePrefill, Split, TailRoom
+from tokenlake_client.engines.vllm.known.in_flight_waits import InFlightMarkers, InFlightWaits
+from tokenlake_client.engines.vllm.known.load_cost import LoadCosts, Owner, PrefillSteps, all_local, remote_tokens
+from tokenlake_client.engines.vllm.known.load_scheduler import ScheduledLoads
+from tokenlake_client.engines.vllm.known.lookup import Lookup, Lookups
+from tokenlake_client.engines.vllm.known.request import (
     RequestEnd,
     RequestState,
     ScheduledPart,
     loadable_segments,
     loadable_until,
 )
-from tokenlake_client.engines.vllm.save_scheduler import ScheduledSaves
+from tokenlake_client.engines.vllm.known.save_scheduler import ScheduledSaves
+from tokenlake_client.engines.vllm.known.step_plan import LoadPlan, SavePlan, StepPlan, StepReport
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 from tokenlake_client.pool import Pool
 
 EARLY_LOOKUPS = 16

@@ -15,20 +15,21 @@ from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import Counts
-from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
-from tokenlake_client.engines.vllm.load_worker import load_parts
-from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.engines.vllm.save_worker import Save, SaveWriter
+from tokenlake_client.engines.vllm.known.load_cost import MAX_STEPS
+from tokenlake_client.engines.vllm.known.ranks import RankShards
+from tokenlake_client.engines.vllm.known.step_plan import LoadPlan, SavePlan, StepPlan, StepReport
+from tokenlake_client.engines.vllm.load_worker import LoadTime, load_parts
+from tokenlake_client.engines.vllm.rank_part import RankPart
+from tokenlake_client.engines.vllm.save_worker import Save
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 from tokenlake_client.pool import Pool
 
 IDLE_S = 0.002
 """Seconds: the longest wait of a step that computes nothing for the end of a load."""
 
 
-class WorkerSide:
+class WorkerSide(RankPart):
     """The side of the connector on one rank. vLLM calls its hooks in each step in the order of the methods below."""
 
     def __init__(
@@ -43,21 +44,12 @@ class WorkerSide:
         warn: Callable[[str], None],
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`copy`: copies between slots and blocks (`copies.Copy`). `warn` logs why a load did not fill
-        all its blocks. `adapters`: the LoRA adapters that vLLM has loaded on this rank; None: requests have none."""
-        self._session = session
-        self._copy = copy
+        """As `RankPart`. `warn` logs why a load did not fill all its blocks."""
+        super().__init__(session, copy, settings, counters, report, adapters)
         self._shards = shards
-        self._settings = settings
         self._segment = settings.segment_tokens
         self._block = block_tokens
-        self._counters = counters
-        self._report = report
         self._warn = warn
-        self._adapters = adapters
-        self._writer = SaveWriter(
-            copy, counters, report, queue=settings.write_queue, patience_s=settings.write_patience_s
-        )
         # This queue has no limit of its own: vLLM gives blocks to a limited number of requests, each with at most one
         # load.
         self._loads: BackgroundQueue[tuple[StepPlan, LoadPlan, Callable[[], None]]] = BackgroundQueue(
@@ -79,7 +71,7 @@ class WorkerSide:
         are given up."""
         self._plan = plan
         self._held.update(plan.held)
-        self._writer.take_back(plan.reused)
+        self._saves.take_back(plan.reused)
         self._timer.start()
 
     def load(self) -> None:
@@ -120,7 +112,7 @@ class WorkerSide:
         if not plan.saves:
             return
         if not self._shards.writes:
-            self._writer.skip(plan.saves[-1].job)
+            self._saves.skip(plan.saves[-1].job)
             return
         # If the device cannot mark the step, the background thread gives the jobs up and they count as done: vLLM keeps
         # the blocks of a finished request until its job is done.
@@ -128,11 +120,11 @@ class WorkerSide:
         for save in plan.saves:
             # An adapter may be loaded again before the thread stores the segments, so the check belongs to the step.
             pool: Callable[[], Pool | None] = _no_pool
-            if self._adapters is None or self._adapters.may_store(save.adapter):
+            if self._adapters.may_store(save.adapter):
                 # The rank joins the session in the background thread, so that neither the step nor a request waits.
                 join_s = self._settings.deadlines.connect_s
                 pool = partial(self._session.get, plan.session, plan.incarnation, join_s)
-            self._writer.submit(self._job(save, pool, ready))
+            self._saves.submit(self._job(save, pool, ready))
 
     def _job(self, save: SavePlan, pool: Callable[[], Pool | None], ready: Callable[[], None]) -> Save:
         return Save(
@@ -155,7 +147,7 @@ class WorkerSide:
     def finished(self) -> tuple[set[str], set[str]]:
         """The names of finished requests whose blocks vLLM may free, and of requests whose loads ended, both since the
         last call."""
-        done = self._writer.done
+        done = self._saves.done
         freed = {request for request, job in self._held.items() if job <= done}
         for request in freed:
             del self._held[request]
@@ -174,30 +166,11 @@ class WorkerSide:
         """This rank's report on the step of the engine, for the scheduler's side."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
-        return StepReport(self._writer.done, computed=self._timer.take(), loaded=loaded)
+        return StepReport(self._saves.done, computed=self._timer.take(), loaded=loaded)
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all segments are stored; False when `timeout` seconds were not enough."""
-        return self._writer.flush(timeout)
-
-    def sleep(self, timeout: float = 5.0) -> None:
-        """vLLM is about to give up the memory of its cache: store the waiting segments, for at most `timeout` seconds,
-        and release the page locks of the arena. Raises `Unreachable` where a load, which vLLM has waited for, has not
-        ended by then, and the errors of the device."""
-        self._writer.drain(timeout)
+    def _end_loads(self, timeout: float) -> None:
         if not self._loads.flush(timeout):
             raise Unreachable("a load has not ended")
-        self._copy.release_locks()
-
-    def wake(self) -> None:
-        """The cache has memory again, at the same addresses: retake the page locks."""
-        self._copy.take_locks()
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Store the waiting segments, for at most `timeout` seconds, and leave the session."""
-        self._writer.close(timeout)
-        self._loads.close(timeout, drain=False)
-        self._session.close()
 
     def _load(self, plan: StepPlan, load: LoadPlan, ready: Callable[[], None]) -> None:
         """Fill the blocks of the load `load` of a step. `ready`: called before blocks are written. The blocks that
@@ -208,7 +181,7 @@ class WorkerSide:
         try:
             deadlines = self._settings.deadlines
             wait_s = min(load.at_most_s or deadlines.call_s, deadlines.call_s)
-            serves = self._adapters is None or self._adapters.may_load(load.adapter)
+            serves = self._adapters.may_load(load.adapter)
             pool = self._session.get(plan.session, load.incarnation, wait_s) if serves else None
             if serves and pool is None:
                 unfilled = "this rank has not joined the scheduler's session"

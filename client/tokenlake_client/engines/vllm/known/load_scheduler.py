@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tokenlake_client.engines.vllm.load_cost import Owner
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
+from tokenlake_client.engines.vllm.known.load_cost import Owner
+from tokenlake_client.engines.vllm.known.step_plan import LoadPlan
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 from tokenlake_client.lease import Lease
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_client.engines.vllm.disaggregated import UNREAD
-from tokenlake_client.engines.vllm.request import RequestState
+from tokenlake_client.engines.vllm.known.disaggregated import UNREAD
+from tokenlake_client.engines.vllm.known.request import RequestState
+from tokenlake_client.engines.vllm.known.step_plan import SavePlan
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import SavePlan
 from tokenlake_client.pool import Pool
 from tokenlake_client.write import Reservation
 

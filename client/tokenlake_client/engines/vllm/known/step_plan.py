@@ -4,24 +4,12 @@ report. Imports no engine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from tokenlake.hints import Hints
 from tokenlake_client.engines.vllm.adapters import AdapterUse
-
-
-class Part(NamedTuple):
-    """The blocks of a job that belong to one segment."""
-
-    segment: int
-    """The index of the segment among the keys of the job, or in its lease."""
-    group: int
-    """The position of the blocks' cache group among the groups of the job."""
-    skip: int
-    """The number of blocks of the segment before the first one of the job."""
-    blocks: tuple[int, ...]
-    """The numbers of vLLM's blocks."""
+from tokenlake_client.engines.vllm.load_worker import LoadTime
+from tokenlake_client.engines.vllm.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +104,6 @@ class StepPlan:
     held: tuple[tuple[str, int], ...] = ()
     """For each finished request whose blocks vLLM keeps: (the request's name, the number of the save job that ends the
     wait)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTime:
-    """The duration of one load, from the moment the rank began it."""
-
-    fetch_s: float
-    """Seconds until the load's segments were in this node's arena."""
-    copy_s: float
-    """The remaining seconds of the load, until its segments were copied into the blocks."""
-    lost: int = 0
-    """The number of the load's segments that were lost or arrived too late."""
-
-    def slower(self, other: LoadTime) -> LoadTime:
-        """The duration of the load at the slower of two ranks, with the larger number of lost segments."""
-        slower = max(self, other, key=lambda time: time.fetch_s + time.copy_s)
-        return replace(slower, lost=max(self.lost, other.lost))
 
 
 @dataclass(frozen=True, slots=True)

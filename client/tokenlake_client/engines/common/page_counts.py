@@ -1,25 +1,19 @@
-"""The counts of the backend. Each is declared once, with its meaning and its metric on SGLang's metrics page. Imports
-no engine."""
+"""The counts of integrations whose engine names its pages by hashes (`pages`)."""
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+from tokenlake_client.engines.common.counts import Count, declared
 from tokenlake_client.engines.common.reports import Counters
-from tokenlake_client.engines.vllm.counters import Count
-
-PREFIX = "sglang:tokenlake_"
-"""The beginning of the names of all metrics."""
 
 
 @dataclass(slots=True)
-class Counts:
-    """Sums since the engine started, of one rank. Tokens are those of pages of keys and values; the pages of other
-    cache pools stand for the same tokens."""
+class PageCounts:
+    """Sums since the engine started, of one rank. Tokens are those of one cache pool, that of keys and values; the
+    pages of other cache pools stand for the same tokens."""
 
     lookups: Annotated[int, Count("lookups of prompts", "lookups")] = 0
     tokens_hit_here: Annotated[
@@ -38,20 +32,19 @@ class Counts:
         ),
     ] = 0
     lookups_late: Annotated[int, Count("lookups without an answer within `match_ms`", "lookups_late")] = 0
-    tokens_loaded: Annotated[
-        int, Count("tokens whose pages were copied into SGLang's host memory", "loaded_tokens")
-    ] = 0
+    tokens_loaded: Annotated[int, Count("tokens whose pages were copied into the engine's memory", "loaded_tokens")] = 0
     loads_failed: Annotated[
         int,
         Count(
-            "batches of a load with pages that were lost, corrupt or late; SGLang computes their tokens", "loads_failed"
+            "batches of a load with pages that were lost, corrupt or late; the engine computes their tokens",
+            "loads_failed",
         ),
     ] = 0
     pages_not_read: Annotated[
         int,
         Count(
-            "pages of all cache pools that a lookup found and leased, and that SGLang did not read in time: aborted "
-            "requests, hits below its threshold, no host memory",
+            "pages of all cache pools that a lookup found and leased, and that the engine did not read in time: "
+            "aborted requests, hits below its threshold, no memory",
             "pages_not_read",
         ),
     ] = 0
@@ -63,36 +56,27 @@ class Counts:
             "not_stored_tokens",
         ),
     ] = 0
-    failures: Annotated[int, Count("errors of the pool; none of them reached SGLang", "failures")] = 0
-    load_seconds: Annotated[
-        float, Count("seconds that SGLang's thread for loads spent in the backend", "load_seconds")
-    ] = 0.0
-    save_seconds: Annotated[
-        float, Count("seconds that SGLang's backup thread spent in the backend", "save_seconds")
-    ] = 0.0
+    failures: Annotated[int, Count("errors of the pool; none of them reached the engine", "failures")] = 0
+    load_seconds: Annotated[float, Count("seconds that the engine's thread spent in loads", "load_seconds")] = 0.0
+    save_seconds: Annotated[float, Count("seconds that the engine's thread spent in stores", "save_seconds")] = 0.0
 
 
-def _declared(counts: type[Counts]) -> dict[str, Count]:
-    hints = typing.get_type_hints(counts, include_extras=True)
-    return {each.name: hints[each.name].__metadata__[0] for each in dataclasses.fields(counts)}
-
-
-COUNTS: Mapping[str, Count] = _declared(Counts)
+COUNTS: Mapping[str, Count] = declared(PageCounts, Count)
 """The declarations of all counts, by name."""
+_FAMILIES = {"looked_up_tokens": "tokens of lookups by what was found"}
 
 
-def series_of(count: Count) -> str:
-    """The time series of a count on SGLang's metrics page, without the labels that all of them have."""
-    label = f'{{source="{count.source}"}}' if count.source else ""
-    return f"{PREFIX}{count.metric}_total{label}"
+def documentation(count: Count) -> str:
+    """The text of a count's metric on the metrics page."""
+    return f"TokenLake: {_FAMILIES.get(count.metric, count.meaning)}."
 
 
-class StorageCounters(Counters[Counts]):
+class PageCounters(Counters[PageCounts]):
     """The counts of one rank, and their growth. Thread-safe."""
 
     def __init__(self) -> None:
-        super().__init__(Counts)
-        self._taken = Counts()
+        super().__init__(PageCounts)
+        self._taken = PageCounts()
 
     def take(self) -> dict[str, float]:
         """The growth of each count that has grown since the last call. For one thread."""

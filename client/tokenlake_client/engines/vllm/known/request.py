@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenlake.hints import NO_HINTS, Hints, Outlook
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.vllm.adapters import AdapterUse, RequestAdapter
-from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, has_tail
-from tokenlake_client.engines.vllm.lookup import Lookup
+from tokenlake_client.engines.vllm.known.disaggregated import NOT_SPLIT, Split, has_tail
+from tokenlake_client.engines.vllm.known.lookup import Lookup
+from tokenlake_client.engines.vllm.served_request import ServedRequest, media_hash
 from tokenlake_client.pool import Pool
 from tokenlake_client.salts import joined_salt
 
-HINTS_KEY = "tokenlake"
-"""The key in vLLM's `kv_transfer_params` under which a request carries its hints."""
 _STOP_REASONS = {
     "FINISHED_STOPPED": "stop",
     "FINISHED_LENGTH_CAPPED": "length",
     "FINISHED_REPETITION": "repetition",
     "FINISHED_ABORTED": "abort",
 }
-MAX_SHOWN = 200
-"""Limit of the characters of an error that a client's values may make long."""
-_OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
-_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""A hash of vLLM's: BLAKE3, SHA-256 or SHA-512 in hexadecimal digits."""
-
-
-class _RequestHints(msgspec.Struct, forbid_unknown_fields=True):
-    """The hints of a request as its client states them."""
-
-    outlook: Literal["unknown", "goes_on", "over"] = "unknown"
-    category: str = ""
-    priority: int = 0
-    ttl_s: float = 0.0
-    pin_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +38,6 @@ class ScheduledPart:
     """The numbers of the blocks that vLLM gave the request for this step; with `whole`, all its blocks, first those
     that vLLM's own prefix cache shares with other requests."""
     whole: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class ServedRequest:
-    """What both connectors know of a request on the scheduler's side: its hints, its adapter and its permissions."""
-
-    hints: Hints | None = None
-    """The hints that the request carried in vLLM's `kv_transfer_params`."""
-    adapter: RequestAdapter | None = None
-    """The request's LoRA adapter."""
-    placed: bool = False
-    """True: vLLM has given the request blocks. If it then asks for the request's matched tokens again, the request has
-    lost its blocks and begins anew."""
-    may_store: bool = True
-    """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
-    may_load: bool = True
-    """False: a lookup was late or a load failed; the request does not use the pool again."""
-
-    @property
-    def identified(self) -> bool:
-        """True if all values are known on which the keys depend."""
-        return self.adapter is None or self.adapter.digest is not None
-
-    @property
-    def adapter_use(self) -> AdapterUse | None:
-        """The request's adapter for the ranks."""
-        return self.adapter.use if self.adapter is not None else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,43 +200,6 @@ def media_digests(features: Sequence[Any], segment: int) -> dict[int, list[bytes
         for index in range(start // segment, -(-(start + tokens) // segment)):
             place = start - index * segment
             extras.setdefault(index, []).append(
-                msgspec.msgpack.encode([feature.modality, _media_hash(feature), place, tokens])
+                msgspec.msgpack.encode([feature.modality, media_hash(feature), place, tokens])
             )
     return extras or None
-
-
-def unnamed_media(features: Sequence[Any]) -> str | None:
-    """The reason why the pool cannot serve a request with these inputs; None if it can. vLLM hashes the content of an
-    input, unless the client names it (`multi_modal_uuids`): such a name may stand for another content elsewhere."""
-    if all(_HASH.fullmatch(_media_hash(feature)) for feature in features):
-        return None
-    return "requests whose images, sounds or videos have names of the client (multi_modal_uuids)"
-
-
-def _media_hash(feature: Any) -> str:
-    # The identifier may have the name of a LoRA adapter before the hash; the keys have the adapter's digest.
-    hashed: str = feature.mm_hash or feature.identifier
-    return hashed
-
-
-def hints_of(params: object) -> Hints | None:
-    """The hints in a request's `kv_transfer_params`, which a client of vLLM may set to any value; None without hints::
-
-        {"tokenlake": {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}}
-
-    Raises `ValueError` that names an unknown or invalid field.
-    """
-    if params is None:
-        return None
-    if not isinstance(params, Mapping):
-        raise ValueError(f"kv_transfer_params must be an object, and is {reprlib.repr(params)}")
-    fields = params.get(HINTS_KEY)
-    if fields is None:
-        return None
-    try:
-        said = msgspec.convert(fields, _RequestHints)
-        return Hints(_OUTLOOKS[said.outlook], said.category, priority=said.priority, ttl_s=said.ttl_s, pin_s=said.pin_s)
-    except ValueError as error:
-        text = str(error)
-        shown = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 2 :]}"
-        raise ValueError(f"field {HINTS_KEY!r} of kv_transfer_params: {shown}") from None

@@ -12,8 +12,8 @@ from typing import Any
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.slots import SLOT_DTYPES, LayerPair, sides_of, stacked
-from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.known.ranks import RankShards
+from tokenlake_client.engines.vllm.parts import Part
 
 BlockViews = Callable[[Any], LayerPair]
 """A function from one block of some layers, [layers, KV heads, tokens, 2 * head dim], to views (keys, values), each

@@ -1,4 +1,4 @@
-"""Logs each change of the state of the connection to the pool. Imports no engine."""
+"""Logs each change of the state of the connection to the pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _State(enum.Enum):
 
 
 class PoolStatus:
-    """Logs when the connection to the daemon is made, lost, silent or back. For the scheduler's thread."""
+    """Logs when the connection to the daemon is made, lost, silent or back. For one thread."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

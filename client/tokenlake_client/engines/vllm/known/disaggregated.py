@@ -31,6 +31,7 @@ from typing import Any
 
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.vllm.served_request import DECODE, PREFILL
 
 UNREAD = Hints(priority=1, ttl_s=60.0)
 """Hints for the tail of a prompt until an engine has read it."""
@@ -45,7 +46,7 @@ before its answer may arrive at their directory nodes later than the lookup."""
 UNKNOWN_PREFILL_S = 1.0
 """Seconds: the assumed time to compute a prompt where neither engine has measured prefills."""
 
-_DECODE, _PREFILL, _KEYS, _SECONDS = "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_prefill_s"
+_KEYS, _SECONDS = "remote_block_ids", "remote_prefill_s"
 MAX_TAILS = 64
 """The number of tails of very short prompts that an engine stores in a row."""
 MAX_KEYS = 1 << 14
@@ -79,8 +80,8 @@ class Offer:
         """The `kv_transfer_params` in the answer to `request`, which proxies pass on to the engine that decodes.
         `engine`: vLLM's name of this engine."""
         return {
-            _PREFILL: True,
-            _DECODE: False,
+            PREFILL: True,
+            DECODE: False,
             "remote_engine_id": engine,
             "remote_request_id": request,
             _KEYS: [key.hex() for key in self.keys],
@@ -108,9 +109,9 @@ def split_of(params: object) -> Split:
     that names an invalid field."""
     if not isinstance(params, Mapping):
         return NOT_SPLIT
-    if params.get(_DECODE):
+    if params.get(DECODE):
         return Split(decodes_elsewhere=True)
-    if not params.get(_PREFILL):
+    if not params.get(PREFILL):
         return NOT_SPLIT
     keys, seconds = params.get(_KEYS) or [], params.get(_SECONDS, UNKNOWN_PREFILL_S)
     if not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
@@ -120,11 +121,6 @@ def split_of(params: object) -> Split:
     if not isinstance(keys, list) or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
         raise ValueError(f"field {_KEYS!r} of kv_transfer_params is {reprlib.repr(keys)}; expected keys of segments")
     return Split(prefill=RemotePrefill(tuple(keys), seconds))
-
-
-def is_split(params: object) -> bool:
-    """True if a request's `kv_transfer_params` state that different engines serve its prefill and its decode."""
-    return isinstance(params, Mapping) and bool(params.get(_DECODE) or params.get(_PREFILL))
 
 
 class TailRoom:

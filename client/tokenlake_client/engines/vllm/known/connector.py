@@ -25,22 +25,22 @@ from tokenlake.errors import ConfigurationError, LayoutRefused, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.common.slots import SLOT_DTYPES
-from tokenlake_client.engines.vllm.adapters import Adapters
-from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.copies import copy_for
-from tokenlake_client.engines.vllm.disaggregated import NOT_SPLIT, Split, is_split, split_of
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
+from tokenlake_client.engines.vllm.known.blocks import BlockCache, block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.known.disaggregated import NOT_SPLIT, Split, split_of
+from tokenlake_client.engines.vllm.known.identity import block_tokens_of, layout_of
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
+from tokenlake_client.engines.vllm.known.request import ScheduledPart, end_of, media_digests
+from tokenlake_client.engines.vllm.known.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.known.step_plan import StepPlan, StepReport
+from tokenlake_client.engines.vllm.known.worker import UnservedWorker, WorkerSide
 from tokenlake_client.engines.vllm.patches import VERSION, apply
-from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, media_digests
-from tokenlake_client.engines.vllm.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.served_request import is_split
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import read_settings
-from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook, logger, not_served
+from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook, logger
 from tokenlake_client.engines.vllm.stats import sources_of_hit
-from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
-from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 
 
 @dataclass
@@ -90,7 +90,6 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         self._worker: WorkerSide | UnservedWorker | None = UnservedWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
-        self._adapters: Adapters | None = None
         self._refusal = ""
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
@@ -122,9 +121,9 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         """False: the connector stores segments as best effort; one that is not stored is a miss later."""
         return False
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
-        return self._worker is None or self._worker.flush(timeout)
+    def on_rank(self) -> WorkerSide | UnservedWorker | None:
+        """See `PoolHooks`."""
+        return self._worker
 
     # -- hooks of the scheduler's side
 
@@ -135,18 +134,13 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
             if self._connection is not None:
                 self._connection.get()
             return
-        reason = _not_served(request) or not_served(request, self._adapters)
-        lora = request.lora_request
-        if reason is None:
-            acts = self.side.acts(request)
-            adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+        admitted = self.side.admit(request, _not_served(request))
+        if admitted is not None:
+            acts, adapter = admitted
             extras = media_digests(request.mm_features, self.settings.segment_tokens)
             self._scheduler.new_request(request, acts.hints, adapter, extras, self._split(request))
             for bring in acts.brings:
                 self.side.brought(bring, self._scheduler.bring(request.request_id, bring))
-        else:
-            self.counters.add(requests_not_served=1)
-            self.side.refuse(reason)
 
     @hook(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -296,18 +290,6 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         return StepOutcome(self._worker.report()) if self._worker is not None else None
 
     @hook(lambda: None)
-    def unregister_kv_caches(self) -> None:
-        """vLLM's hook before sleep: the rank does not use the cache any more, and releases its page locks."""
-        if self._worker is not None:
-            self._worker.sleep()
-
-    @hook(lambda: None)
-    def restore_kv_caches(self) -> None:
-        """vLLM's hook after sleep, with the cache at the same addresses."""
-        if self._worker is not None:
-            self._worker.wake()
-
-    @hook(lambda: None)
     def shutdown(self) -> None:
         """Store the waiting segments for a limited time, release all leases, and leave the session."""
         self._close_part(self._worker)
@@ -315,9 +297,9 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
 
     def _close_scheduler(self) -> None:
         """End the scheduler's side, also one that was opened in part: it serves no request any more."""
-        for part in (self._scheduler, self._adapters, self._connection):
+        for part in (self._scheduler, self.side, self._connection):
             self._close_part(part)
-        self._scheduler = self._adapters = self._connection = None
+        self._scheduler = self._connection = None
 
     def _close_part(self, part: Any) -> None:
         try:
@@ -353,7 +335,7 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         _log_refusal(self._refusal)
 
     def _decline(self) -> None:
-        self._connection = self.side.decline(self._refusal)
+        self._connection = self.settings.decline(self._refusal)
 
     def _log_status(self) -> None:
         if self._connection is not None and self._scheduler is not None:
@@ -361,14 +343,14 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
 
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(
-            lambda: self.side.connect(layout, verify=False),
+            lambda: self.settings.connect(layout, verify=False),
             self.side.reports.failure,
             wait_s=0.0,
         )
         self._epoch = WeightsEpoch(layout.weights_digest)
         apply(VERSION)
         config = self._vllm_config
-        self._adapters = self.side.adapters(config.lora_config, config.model_config.dtype)
+        self.side.serve_adapters(config.lora_config, config.model_config.dtype)
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
@@ -393,9 +375,7 @@ class KnownLayoutConnector(PoolHooks, KVConnectorBase_V1, SupportsHMA):  # type:
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
         copy = copy_for(BlockCache(layout, shards, stacks), {stacks[0].tensor.device})
-        session = RankSession(
-            lambda number: self.side.connect(layout, number, verify=self.settings.verify), self.side.reports.failure
-        )
+        session = RankSession(lambda number: self.settings.connect(layout, number), self.side.reports.failure)
         adapters = self.side.loaded_adapters() if self._vllm_config.lora_config is not None else None
         self._worker = WorkerSide(
             session,
