@@ -57,6 +57,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     description of its cache. Raises `LayoutRefused` for a model or a setting of vLLM that the pool cannot serve,
     `ConfigurationError` for a segment length that does not fit the block size."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_machines(parallel)
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise LayoutRefused(f"vLLM setting '{name}' is {getattr(parallel, name)}; supported: 1")
@@ -95,6 +96,16 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     if layout.key_dim != layout.value_dim:
         raise LayoutRefused(f"keys have {layout.key_dim} dimensions and values {layout.value_dim}; supported: equal")
     return layout
+
+
+def check_machines(parallel: Any) -> None:
+    """Raise `LayoutRefused` for an engine whose ranks run on several machines: all of them read and write slots of one
+    daemon's memory."""
+    machines = getattr(parallel, "nnodes_within_dp", 1)
+    if machines > 1:
+        raise LayoutRefused(
+            f"vLLM setting 'nnodes' puts the ranks on {machines} machines: supported are ranks beside one daemon"
+        )
 
 
 def block_tokens_of(kv_cache_config: Any) -> int:
