@@ -199,9 +199,7 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
 class EngineProcess:
     """An engine in a process of its own (`tests.robustness.engine_process`), driven by commands."""
 
-    def __init__(
-        self, socket: Path, session: int = 0, credential: str = "", kv_heads: int = LAYOUT.kv_heads
-    ) -> None:
+    def __init__(self, socket: Path, session: int = 0, credential: str = "", kv_heads: int = LAYOUT.kv_heads) -> None:
         (commands, ours), (theirs, answers) = os.pipe(), os.pipe()
         self._commands, self._answers = os.fdopen(ours, "w"), os.fdopen(theirs)
         arguments = [str(socket), str(session), credential, str(kv_heads)]
