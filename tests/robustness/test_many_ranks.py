@@ -1,5 +1,5 @@
-"""An engine of 16 ranks, each a process of its own, at a real daemon: the ranks commit their shards in any order, and one
-of them dies."""
+"""An engine of 16 ranks, each a process of its own, at a real daemon: the ranks commit their shards in any order, and
+one of them dies."""
 
 from __future__ import annotations
 

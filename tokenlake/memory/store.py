@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
@@ -264,17 +264,14 @@ class SegmentStore:
         return free or self._admits(pool, segment.key, segment.hints, now, again=again)
 
     def commit_shards(self, segment: Segment, shards: int, checksums: bytes) -> bool:
-        """Take over the checksums of the shards in the bit mask `shards` of a segment that is being written, in order.
+        """Take over the checksums of consecutive shards, the bit mask `shards`, of a segment that is being written.
         Returns True once none is missing."""
         if len(checksums) == len(segment.checksums):
             segment.checksums = checksums
         else:
-            known, taken = bytearray(segment.checksums), 0
-            for first, stop in _runs(shards):
-                size = (stop - first) * CHECKSUM_BYTES
-                known[first * CHECKSUM_BYTES : stop * CHECKSUM_BYTES] = checksums[taken : taken + size]
-                taken += size
-            segment.checksums = bytes(known)
+            at = ((shards & -shards).bit_length() - 1) * CHECKSUM_BYTES
+            known = segment.checksums
+            segment.checksums = known[:at] + checksums + known[at + len(checksums) :]
         segment.missing_shards &= ~shards
         return not segment.missing_shards
 
@@ -568,16 +565,6 @@ class SegmentStore:
         self._slots.check_integrity()
         assert {id(s) for s in self._slots} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
         self.regions.check_integrity({region: pool.tenant for pool in self.pools() for region in pool.regions})
-
-
-def _runs(mask: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, stop) of each run of bits that are set."""
-    while mask:
-        first = (mask & -mask).bit_length() - 1
-        rest = mask >> first
-        stop = first + (~rest & (rest + 1)).bit_length() - 1
-        yield first, stop
-        mask = mask >> stop << stop
 
 
 def _in_use(segment: Segment) -> bool:

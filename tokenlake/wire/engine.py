@@ -226,7 +226,7 @@ class Commit(_Message, frozen=True, tag=12):
     write: int
     indices: Annotated[tuple[Index, ...], Meta(max_length=MAX_CHANGED)]
     shards: ShardMask
-    """The shards that this process wrote."""
+    """The shards that this process wrote, consecutive ones."""
     checksums: bytes
     """xxh3-64, little-endian, per segment and set bit of `shards`, in that order."""
 

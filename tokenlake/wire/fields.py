@@ -77,7 +77,7 @@ NO_RING = (0, 0)
 
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 """Number of shards of a segment."""
-ShardMask = Annotated[int, Meta(ge=0)]
+ShardMask = Annotated[int, Meta(ge=1)]
 """Bit mask of shards. MessagePack bounds it to `MAX_SHARDS` bits."""
 
 Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
