@@ -55,8 +55,8 @@ def test_each_shard_is_written_once(heads: int, size: int) -> None:
 
 
 @given(heads=st.integers(1, MAX_SHARDS), factor=st.integers(1, MAX_SHARDS), replicated=st.booleans())
-def test_every_size_that_divides_up_to_64_heads_has_whole_shards(heads: int, factor: int, replicated: bool) -> None:
-    """So does each multiple of the number of heads."""
+def test_every_size_of_vllm_has_whole_shards(heads: int, factor: int, replicated: bool) -> None:
+    """Of up to 64 heads: the sizes that divide their number, and its multiples."""
     size = heads * factor if replicated else max(each for each in range(1, factor + 1) if heads % each == 0)
     shape = layout(heads)
     ranks = [rank_shards(shape, rank, size) for rank in range(size)]

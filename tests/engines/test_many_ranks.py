@@ -166,10 +166,11 @@ def keys(name: str) -> list[SegmentKey]:
         (LLAMA_2_7B, 1, (16,)),
     ],
 )
-def test_all_ranks_store_and_engines_of_other_sizes_load(
+def test_engines_of_other_sizes_load(
     daemon: MemoryDaemon, model: Model, size: int, readers: tuple[int, ...]
 ) -> None:
-    """In the order of the ranks, and in the reverse one. Of the ranks that hold one head, the first stores it."""
+    """What all ranks stored, in their order and in the reverse one. Of the ranks that hold a head, the first stores
+    it."""
     torch.manual_seed(size)
     with contextlib.ExitStack() as ending:
 
@@ -203,7 +204,7 @@ def test_ranks_store_beside_segments_that_the_pool_has(daemon: MemoryDaemon) -> 
         engine.close()
 
 
-def test_a_rank_that_stores_nothing_leaves_its_segments_incomplete(daemon: MemoryDaemon) -> None:
+def test_a_rank_that_stores_nothing(daemon: MemoryDaemon) -> None:
     engine, reader = Engine(LLAMA_70B, 16, daemon), Engine(LLAMA_70B, 1, daemon)
     engine.store(keys("p"), [rank for rank in range(16) if rank != 6])
     assert reader.load(keys("p")) == 0
