@@ -166,9 +166,7 @@ def keys(name: str) -> list[SegmentKey]:
         (LLAMA_2_7B, 1, (16,)),
     ],
 )
-def test_engines_of_other_sizes_load(
-    daemon: MemoryDaemon, model: Model, size: int, readers: tuple[int, ...]
-) -> None:
+def test_engines_of_other_sizes_load(daemon: MemoryDaemon, model: Model, size: int, readers: tuple[int, ...]) -> None:
     """What all ranks stored, in their order and in the reverse one. Of the ranks that hold a head, the first stores
     it."""
     torch.manual_seed(size)
