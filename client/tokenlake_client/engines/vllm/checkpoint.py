@@ -44,6 +44,16 @@ MEDIA_SETTINGS = ("media_io_kwargs", "mm_processor_kwargs", "mm_encoder_attn_dty
 """vLLM's settings that change the inputs which the decoder gets for an image, a sound or a video."""
 
 
+def check_machines(parallel: Any) -> None:
+    """Raise `LayoutRefused` for an engine whose ranks run on several machines: all of them read and write slots of one
+    daemon's memory."""
+    machines = getattr(parallel, "nnodes_within_dp", 1)
+    if machines > 1:
+        raise LayoutRefused(
+            f"vLLM setting 'nnodes' puts the ranks on {machines} machines: supported are ranks beside one daemon"
+        )
+
+
 def weights_digest_of(vllm_config: Any, settings: EngineSettings) -> str:
     """The layout's weights digest: the digest that the settings name, else that of the checkpoint. Weights that vLLM
     quantises or that are quantised have a digest of their own in both cases. `vllm_config`: vLLM's configuration of the

@@ -211,7 +211,9 @@ class SaveWriter:
             raise
         codes = write.commit(save.mask)
         write.leave()
-        return bytes(codes[part.segment] for part in save.parts)
+        # The codes end with the last segment that was reserved: the pool has the others already, or refused them.
+        known = codes.ljust(len(save.keys), bytes([Code.EXISTS]))
+        return bytes(known[part.segment] for part in save.parts)
 
     def _give_up(self, save: Save) -> None:
         self._drop(save)

@@ -14,7 +14,7 @@ from typing import Any
 from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake.layout import Layout, static_quantisation
 from tokenlake_client.engines.common.model_config import check_config, position_of
-from tokenlake_client.engines.vllm.checkpoint import weights_digest_of
+from tokenlake_client.engines.vllm.checkpoint import check_machines, weights_digest_of
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 FP8_CACHES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -26,6 +26,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     description of its cache. Raises `LayoutRefused` for a model or a setting of vLLM that the pool cannot serve,
     `ConfigurationError` for a segment length that does not fit the block size."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_machines(parallel)
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise LayoutRefused(f"vLLM setting '{name}' is {getattr(parallel, name)}; supported: 1")

@@ -1,4 +1,11 @@
-"""The KV heads of a tensor-parallel rank, and thus its shards of a segment. Arithmetic only."""
+"""The KV heads of a tensor-parallel rank, and thus its shards of a segment. Arithmetic only.
+
+Tensor parallelism over more ranks than KV heads, here 16 on 8::
+
+    rank    0  1  2  3  4  5  ...  14  15
+    head    0  0  1  1  2  2  ...   7   7
+    writes  x     x     x     ...   x
+"""
 
 from __future__ import annotations
 

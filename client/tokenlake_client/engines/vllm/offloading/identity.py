@@ -19,7 +19,7 @@ from typing import Any
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.model_config import STATIC_ROPE
-from tokenlake_client.engines.vllm.checkpoint import digest_of_draft, weights_digest_of
+from tokenlake_client.engines.vllm.checkpoint import check_machines, digest_of_draft, weights_digest_of
 from tokenlake_client.engines.vllm.offloading.pages import PageCache
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
@@ -63,6 +63,7 @@ def identity_of(
     from vllm.version import __version__
 
     model, parallel, cached = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    check_machines(parallel)
     if cached.prefix_caching_hash_algo not in HASHES:
         raise LayoutRefused(
             f"vLLM setting 'prefix_caching_hash_algo' is {cached.prefix_caching_hash_algo!r}: its hashes do not tell "
