@@ -115,6 +115,11 @@ MESSAGES = ("refused", "code", "ended", "cut", "long", "checksum", "late", "lost
 SLOW = {"late": 0.2, "lost": 0.2, "broken": 0.2}
 
 
+VARIABLE = "TOKENLAKE_TEST_FAULTS"
+"""The environment variable with the seed of an engine's faults, and the directory in which it records them."""
+QUIET = "quiet"
+
+
 class Faults:
     """The faults, and how many of each kind there were."""
 
@@ -161,10 +166,10 @@ class Faults:
             patch(owner, name, self._copy(name, getattr(owner, name)))
 
     def record(self, directory: Path) -> None:
-        """Write each fault into a file of this process in `directory`, and none once the directory has a file
-        `quiet`: for faults in the process of an engine."""
+        """Write each fault into a file of this process in `directory`, and have none after `quiet`: for faults in the
+        process of an engine."""
         self._log = os.open(directory / f"{os.getpid()}.faults", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._quiet = directory / "quiet"
+        self._quiet = directory / QUIET
 
     def end(self) -> None:
         """No faults any more; late answers have arrived."""
@@ -367,7 +372,29 @@ def _changed(fault: str, reply: Any) -> Any:
     return reply
 
 
+def environment(directory: Path, seed: int) -> dict[str, str]:
+    """The environment of an engine whose process calls `begin`."""
+    return {VARIABLE: f"{seed} {directory}"}
+
+
+def begin(*copies: tuple[Any, Sequence[str]], **shares: float) -> None:
+    """Begin the faults in the process of an engine, where its environment says so. `copies`: (owner, names) of a door's
+    functions that copy."""
+    seed, _, directory = os.environ.get(VARIABLE, "").partition(" ")
+    if directory:
+        faults = Faults(int(seed), **shares)
+        faults.record(Path(directory))
+        faults.install(setattr)
+        for owner, names in copies:
+            faults.install_copies(setattr, owner, *names)
+
+
 def recorded(directory: Path) -> Counter[str]:
     """The faults that engines have recorded in a directory."""
     lines = (each.read_text().splitlines() for each in directory.glob("*.faults"))
     return Counter(itertools.chain.from_iterable(lines))
+
+
+def quiet(directory: Path) -> None:
+    """End the faults of the engines that record into a directory."""
+    (directory / QUIET).touch()

@@ -4,7 +4,7 @@ no wrong byte or token is delivered, and no lease or write is left at the daemon
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,13 @@ from tests.engines.hicache import HostPool, Policy, Transfer, standing_in
 from tests.engines.models import SEGMENT, prompt
 from tests.engines.test_hicache_storage import TIMEOUT_S, Engines, indices, names
 from tests.engines.test_lmcache_adapter import Servers
+from tests.engines.small_vllm import COPIES, KnownLayout, Opaque
 from tests.robustness.live import wait_until
+from tokenlake.core import events
 from tokenlake.hints import Hints
 from tokenlake_client.deadlines import Deadlines
+from tokenlake_client.engines.vllm.copies import HostCopy
+from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 torch = pytest.importorskip("torch")
@@ -31,19 +35,19 @@ DEADLINES_MS = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
 @pytest.fixture
 def faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     """The faults of a test, whose seed is its parameter."""
-    made = Faults(request.param)
+    seed, shares = request.param
+    made = Faults(seed, **shares)
     yield made
     made.end()
 
 
-def seeded(seed: int) -> Any:
-    return pytest.mark.parametrize("faults", [seed], indirect=True, ids=[f"seed-{seed}"])
+def seeded(seed: int, **shares: float) -> Any:
+    return pytest.mark.parametrize("faults", [(seed, shares)], indirect=True, ids=[f"seed-{seed}"])
 
 
 def check(faults: Faults, calls: Collection[str], *, messages: Collection[str] = MESSAGES) -> None:
     """There were enough faults, of each kind."""
     print(f"seed {faults.seed}: {faults.total} faults of {len(faults.counts)} kinds")
-    print(sorted(faults.counts.items()))
     assert faults.total >= FAULTS
     assert not [name for name in calls if not faults.of(f"call {name} ")]
     assert not [error for error in ERRORS if not any(name.endswith(f" {error.__name__}") for name in faults.counts)]
@@ -52,8 +56,20 @@ def check(faults: Faults, calls: Collection[str], *, messages: Collection[str] =
     assert faults.of("bytes spoiled")
 
 
+def mostly_connected(chance: random.Random, *pools: MemoryPool) -> None:
+    """Wait in most rounds until the pools have connected again, so that the doors use them."""
+    if chance.random() < 0.95:
+        there: Callable[[], bool] = lambda: all(pool.connected or pool._grants.closed for pool in pools)
+        wait_until(there, "the pools are connected again", TIMEOUT_S)
+
+
 def nothing_left(daemon: MemoryDaemon, *pools: MemoryPool) -> None:
-    """All leases and writes come back to the daemon."""
+    """All leases and writes come back to the daemon. It is told of the end of pools that were closed while they had no
+    connection, as at the end of their processes."""
+    for pool in pools:
+        link = pool._grants.link
+        if pool._grants.left and link.incarnation == daemon.incarnation:
+            daemon._handle(events.ProcessGone(link.connection))
 
     def left() -> int:
         for pool in pools:
@@ -83,6 +99,7 @@ def test_sglang(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = rounds = 0
     while faults.total < FAULTS + 500:
         rounds += 1
+        mostly_connected(chance, *clients)
         chain = chance.choice(chains)[(start := chance.randrange(6)) : start + chance.randrange(1, 7)]
         places = chance.sample(range(pool.pages), len(chain))
         if rounds % 50 == 0:
@@ -134,6 +151,7 @@ def test_lmcache(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = rounds = 0
     while faults.total < FAULTS + 500:
         rounds += 1
+        mostly_connected(chance, client)
         keys, objects = chance.choice(chains)
         start = chance.randrange(4)
         keys, objects = keys[start:], objects[start:]
@@ -162,7 +180,7 @@ def test_lmcache(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     server.adapter.close()
 
 
-@seeded(13)
+@seeded(13, calls=0.12, messages=0.3)
 def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
     from tokenlake_client.engines.transformers.segment_copy import SegmentCopy
@@ -185,6 +203,7 @@ def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatc
         if rounds % 100 == 0:
             client.daemon.stop()
             client.daemon.start()
+        mostly_connected(chance, client)
         number = chance.randrange(len(prompts))
         ids = torch.tensor([prompts[number]])
         if number not in expected:
@@ -208,3 +227,76 @@ def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatc
     for engine in engines:
         engine.close()
     client.close()
+
+
+@seeded(17, messages=0.3)
+def test_vllm_with_a_known_layout(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = MemoryDaemon()
+    engine = KnownLayout(daemon, DEADLINES, weigh_loads=False, write_patience_s=0.01, **DEADLINES_MS)
+    faults.install(monkeypatch.setattr)
+    faults.install_copies(monkeypatch.setattr, COPIES, "from_slot", "to_slot")
+    chance = random.Random(faults.seed)
+    heads = [[chance.randrange(1000) for _ in range(6 * 8)] for _ in range(6)]
+    rounds = 0
+    while faults.total < FAULTS + 500:
+        rounds += 1
+        if rounds % 50 == 0:
+            daemon.evict()
+        if rounds % 300 == 0:
+            daemon.stop()
+            daemon.start()
+        mostly_connected(chance, engine.pool, *engine.joined)
+        engine.connection._retry_at = 0.0
+        head = chance.choice(heads)[: 8 * chance.randrange(1, 7)]
+        tokens = head + [rounds] * chance.randrange(1, 12)
+        end = RequestEnd(complete=chance.random() < 0.8, stop_reason=chance.choice(["stop", "abort"]))
+        engine.serve(f"r{rounds}", tokens, local=chance.choice([0, 0, 0, 4]), end=end)
+    engine.settle()
+    faults.end()
+    assert engine.loaded > 500
+    check(
+        faults,
+        [
+            *("Pool.prefix", "Pool.store_all", "EngineCalls.begin_match", "EngineCalls.attach", "PendingMatch.poll"),
+            *("PendingMatch.cancel", "Lease.fetch", "Lease.release", "Lease.takes", "Lease.begin_nodes"),
+        ],
+    )
+    nothing_left(daemon, engine.pool, *engine.joined)
+    assert not engine.scheduler._requests
+    engine.close()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@seeded(19, messages=0.3)
+def test_vllm_with_an_opaque_layout(faults: Faults, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = MemoryDaemon()
+    engine = Opaque(daemon, DEADLINES, shards, write_patience_s=0.01, **DEADLINES_MS)
+    faults.install(monkeypatch.setattr)
+    faults.install_copies(monkeypatch.setattr, HostCopy, "from_slot", "to_slot")
+    chance = random.Random(faults.seed)
+    rounds = 0
+    while faults.total < FAULTS + 500:
+        rounds += 1
+        if rounds % 50 == 0:
+            daemon.evict()
+        if rounds % 300 == 0:
+            daemon.stop()
+            daemon.start()
+        mostly_connected(chance, engine.pool, *engine.joined)
+        engine.connection._retry_at = 0.0
+        engine.serve(f"r{rounds}", chance.randrange(6), chance.randrange(1, 7), gives_up=chance.random() < 0.1)
+    assert engine.manager.flush(TIMEOUT_S)
+    faults.end()
+    assert engine.loaded > 100
+    writes = ["Pool.store_all"] if shards == 1 else ["EngineCalls.reserve", "EngineCalls.attach_write", "Write.commit"]
+    check(
+        faults,
+        [
+            *("Pool.opaque_keys", "EngineCalls.begin_match", "EngineCalls.attach", "PendingMatch.poll", *writes),
+            *("PendingMatch.cancel", "Lease.fetch", "Lease.release", "Lease.takes"),
+        ],
+    )
+    nothing_left(daemon, engine.pool, *engine.joined)
+    assert not engine.manager._requests
+    assert not engine.manager.waiting
+    engine.close()

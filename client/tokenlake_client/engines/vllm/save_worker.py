@@ -209,8 +209,10 @@ class SaveWriter:
         except BaseException:
             write.abort()
             raise
-        codes = write.commit(save.mask)
-        write.leave()
+        try:
+            codes = write.commit(save.mask)
+        finally:
+            write.leave()
         return bytes(codes[part.segment] for part in save.parts)
 
     def _give_up(self, save: Save) -> None:
