@@ -69,7 +69,7 @@ ERRORS: tuple[type[Exception], ...] = (
     KeyError,
 )
 """What a call raises."""
-REFUSALS = (Unreachable, ProtocolRefused, LimitReached, LayoutRefused, CredentialRefused)
+REFUSALS = (ProtocolRefused, LimitReached, LayoutRefused, CredentialRefused)
 """What a daemon answers with."""
 BEFORE, BEHIND = "before", "behind"
 CALLS: dict[type, dict[str, tuple[str, ...]]] = {

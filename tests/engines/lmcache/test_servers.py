@@ -48,16 +48,25 @@ def cluster() -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path, node: Node, **settings: Any) -> Iterator[tuple[LMCacheServer, Engine]]:
-    """A server of LMCache with the pool behind it, and an engine at that server."""
+def serving(
+    model: Path,
+    log: Path,
+    node: Node,
+    *,
+    module: str = "tokenlake_client.engines.lmcache",
+    memory_mib: int = 256,
+    **settings: Any,
+) -> Iterator[tuple[LMCacheServer, Engine]]:
+    """A server of LMCache with the pool behind it, and an engine at that server. `module`: that of the adapter.
+    `memory_mib`: the server's own memory."""
     params = {"socket": str(node.socket), "engine": "vllm float32", **PATIENT, **settings}
     plugin = {
         "type": "plugin",
-        "module_path": "tokenlake_client.engines.lmcache",
+        "module_path": module,
         "class_name": "TokenLakeL2",
         "adapter_params": params,
     }
-    with LMCacheServer(sys.executable, 256, CHUNK, l2=plugin) as server:
+    with LMCacheServer(sys.executable, memory_mib, CHUNK, l2=plugin) as server:
         engine = Engine(model, log, environment=server.environment, transfer=server.transfer)
         try:
             engine.generate([prompt(40, 9)], 1)
