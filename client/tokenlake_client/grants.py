@@ -200,12 +200,14 @@ class Grants:
                 self.sweep()
 
     def leave_if_free(self, *, lost: bool = False) -> bool:
-        """Leave the daemon if the pool is closed and nothing of it accesses leased slots. `lost`: also where something
-        may, because the daemon has ended, or no code is left that could tell when the access ends; the daemon keeps the
-        slots until the process ends. Returns whether the pool has left."""
+        """Leave the daemon if the pool is closed and nothing of it accesses leased slots. Where the connection has
+        broken, the daemon may live and keep the grants, so that the pool first connects again. `lost`: also then, and
+        where something may access slots, because the daemon has ended, or no code is left that could tell when the
+        access ends; the daemon keeps the slots until the process ends. Returns whether the pool has left."""
         with self.lock:
             self.sweep()
-            if self._closed and not self._left and (lost or not self.accesses):
+            free = not self.accesses and not self._link.channel.broken
+            if self._closed and not self._left and (lost or free):
                 self._left = True
                 self._leave(self._link)
             return self._left

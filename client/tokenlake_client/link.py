@@ -111,9 +111,17 @@ class Link:
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
     ) -> R:
-        """Send a request to the daemon and return its reply, checked by `expect`. Waits at most `deadline_s` seconds
-        (None: `Deadlines.call_s`), and raises the errors of `Channel.call` and `expect`."""
-        return self.expect(self.channel.call(make, self._deadline(deadline_s)), expected)
+        """Send a request to the daemon and return its reply, checked by `expect_grant`. Waits at most `deadline_s`
+        seconds (None: `Deadlines.call_s`), and raises the errors of `Channel.call` and `expect`."""
+        return self.expect_grant(self.channel.call(make, self._deadline(deadline_s)), expected)
+
+    def expect_grant(self, reply: engine.EngineReply, expected: type[R]) -> R:
+        """As `expect`. The lease or write of a reply that is refused is given back."""
+        try:
+            return self.expect(reply, expected)
+        except ProtocolRefused:
+            self.channel.orphans.append(reply)
+            raise
 
     @staticmethod
     def expect(reply: engine.EngineReply, expected: type[R]) -> R:

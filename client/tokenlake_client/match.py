@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokenlake.errors import TokenLakeError
+from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire.engine import MAX_KEYS, EngineReply, Match, Matched
@@ -199,7 +199,7 @@ class PendingMatch:
     def _take(self, reply: EngineReply) -> bool:
         """Take the daemon's answer. True: there are more keys, and they are independent or all before them were found;
         False: the lease is complete. Raises `Unreachable` and `ProtocolRefused`."""
-        matched = self._link.expect(reply, Matched)
+        matched = self._link.expect_grant(reply, Matched)
         self._parts.append(matched)
         whole = self._options.independent or matched.hits == MAX_KEYS
         more = whole and len(self._keys) > len(self._parts) * MAX_KEYS
@@ -209,4 +209,8 @@ class PendingMatch:
 
     def _join(self) -> Lease:
         independent = self._options.independent
-        return Lease(self._state, self._link, self._keys, self._parts, self._request, independent=independent)
+        try:
+            return Lease(self._state, self._link, self._keys, self._parts, self._request, independent=independent)
+        except ProtocolRefused:
+            self._link.channel.orphans.extend(self._parts)
+            raise

@@ -127,6 +127,7 @@ class Write:
         self._checksums: list[bytes] = []
         """For each slot that `fill` filled, the checksums of all its shards as one string of bytes."""
         if len(self.codes) != len(keys):
+            link.channel.orphans.append(prepared)
             raise ProtocolRefused(f"the daemon answered for {len(self.codes)} segments, not {len(keys)}")
         if self._done:
             return

@@ -18,6 +18,8 @@ from tokenlake_server.tables import printable
 
 MAX_PROMPTS = 4096
 """Limit of the prompts of one command."""
+MAX_DIGITS = 10
+"""Limit of the digits of a token id."""
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -82,7 +84,7 @@ def with_prompts(command: Callable[..., Any]) -> Callable[..., Any]:
         for number, each in enumerate(tokens):
             found[f"tokens {number + 1}" if len(tokens) > 1 else "tokens"] = _numbers(each)
         for path in texts:
-            found[str(path)] = encode(path.read_text())
+            found[str(path)] = encode(_text(path))
         for path in files:
             found |= _lines(path, encode)
         if len(found) > MAX_PROMPTS:
@@ -131,25 +133,36 @@ def _encoder(tokenizer: Path | None, rendered: bool) -> Callable[[str], list[int
     return encode
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"{path} cannot be read as text in UTF-8: {error}") from error
+
+
 def _numbers(text: str) -> list[int]:
     words = re.split(r"[\s,]+", text.strip("[] \n"))
-    if not all(word.isdecimal() and int(word) < 1 << 32 for word in words):
+    if not all(word.isdecimal() and len(word) <= MAX_DIGITS and _is_token(int(word)) for word in words):
         raise click.UsageError(f"--tokens is {text[:40]!r}; expected token ids, separated by commas or spaces")
     return [int(word) for word in words]
 
 
+def _is_token(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 32
+
+
 def _lines(path: Path, encode: Callable[[str], list[int]]) -> Iterator[tuple[str, list[int]]]:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             made = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             made = None
         if isinstance(made, dict) and isinstance(made.get("text"), str):
             yield where, encode(made["text"])
-        elif isinstance(made, dict) and isinstance(made.get("tokens"), list):
-            yield where, _numbers(" ".join(map(str, made["tokens"])))
+        elif isinstance(made, dict) and isinstance(ids := made.get("tokens"), list) and ids and all(map(_is_token, ids)):
+            yield where, ids
         else:
             raise click.UsageError(f'{where}: expected {{"tokens": [...]}} or {{"text": "..."}}')

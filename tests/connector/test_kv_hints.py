@@ -76,7 +76,10 @@ def test_prompts_to_bring() -> None:
         (("pin", {"ttl_s": float("nan")}), "1", ("pin", "malformed")),
         (("prefetch", {"token_ids": [-1]}), "1", ("prefetch", "malformed")),
         (("share", {"node": "n" * 99}), "1", ("share", "malformed")),
+        (("share", {"token_ids": [0] * (kv_hints.MAX_PROMPT + 1)}), "1", ("share", "malformed")),
         (("pin", None), "1", ("", "malformed")),
+        (("pin", {}), "1" + ".1" * 99, ("", "malformed")),
+        (("p" * 99, {}), "1", ("", "malformed")),
         ((3, {}), "1", ("", "malformed")),
     ],
 )
@@ -95,6 +98,34 @@ def test_too_many_actions() -> None:
     acts = acts_of(envelope(*[("demote", {})] * (kv_hints.MAX_ACTIONS + 3)), None)
     assert acts.counted.count(("demote", "obeyed")) == kv_hints.MAX_ACTIONS
     assert acts.counted.count(("", "refused")) == 3
+
+
+def test_the_tokens_of_a_request_are_limited() -> None:
+    """Also where several actions name them."""
+    half = [0] * (kv_hints.MAX_PROMPT // 2 + 1)
+    acts = acts_of(envelope(("prefetch", {"token_ids": half}), ("share", {"token_ids": half})), None)
+    assert [each.act for each in acts.brings] == ["prefetch"]
+    assert acts.counted == (("share", "refused"),)
+
+
+def test_an_envelope_is_not_read_beyond_its_limits() -> None:
+    """A scheduler reads it between two steps."""
+    nested: Any = {}
+    for _ in range(10_000):
+        nested = {"x": nested}
+    read = 0
+
+    class Payload(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            nonlocal read
+            read += 1
+            return super().__getitem__(key)
+
+    many = [{"action_type": "pin", "action_version": "1", "payload": nested}] * 10_000
+    acts = acts_of({"actions": many, "more": Payload(x=many)}, None)
+    assert acts.counted.count(("pin", "malformed")) == kv_hints.MAX_ACTIONS
+    assert acts.counted.count(("", "refused")) == 10_000 - kv_hints.MAX_ACTIONS
+    assert read == 0
 
 
 @given(

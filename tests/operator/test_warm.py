@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 pytest.importorskip("grpc")
@@ -70,16 +72,58 @@ def test_a_node_without_such_engines_says_so(two: Cluster) -> None:
 def test_words_without_sense(two: Cluster, tmp_path: Path) -> None:
     odd = tmp_path / "odd.jsonl"
     odd.write_text('{"tokens": 3}\n')
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(128, 256)))
     for command, *words in (
         (warm,),
         (warm, "--tokens", "1,x"),
         (warm, "--text", str(odd)),
         (warm, "--prompts", str(odd)),
+        (warm, "--prompts", str(binary)),
+        (warm, "--text", str(binary)),
+        (warm, "--tokens", "9" * 5000),
         (pin, "--tokens", "1", "--for", "0"),
         (unpin,),
         (unpin, "--all", "--tokens", "1"),
     ):
         assert run(command, *words, *at(two)).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"tokens": []}',
+        '{"tokens": [true]}',
+        '{"tokens": [1.5]}',
+        '{"tokens": [-1]}',
+        '{"tokens": ["1 2"]}',
+        '{"tokens": [[1, 2]]}',
+        '{"tokens": [4294967296]}',
+        '{"tokens": [' + "9" * 5000 + "]}",
+        '{"text": 3}',
+        "null",
+        "\ud83d",
+    ],
+)
+def test_lines_without_sense(line: str, tmp_path: Path) -> None:
+    """The line is named, whatever it holds."""
+    from tokenlake_operator.prompts import _lines
+
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"tokens": [1, 2]}\n' + line, errors="replace")
+    found = _lines(odd, lambda text: [])
+    assert next(found) == (f"{odd}:1", [1, 2])
+    with pytest.raises(click.UsageError, match=re.escape(f"{odd}:2")):
+        next(found)
+
+
+def test_a_text_may_hold_any_character(tmp_path: Path) -> None:
+    from tokenlake_operator.prompts import _lines
+
+    listed = tmp_path / "listed.jsonl"
+    listed.write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False))
+    assert [ids for _, ids in _lines(listed, lambda text: [*map(ord, text)])] == [[97, 0x2028, 98, 0x85, 99]]
 
 
 def test_texts_become_tokens(tmp_path: Path) -> None:

@@ -52,14 +52,17 @@ class HeldLeases:
         self,
         hold_s: float,
         dropped: Callable[[int], None] = lambda pages: None,
+        report: Callable[[str, BaseException], None] = lambda operation, error: None,
         *,
         limit: int = MAX_HELD,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hold_s`: seconds until a lease ends. `dropped` is called with the number of pages that were released
-        although none of them or of the pages behind them was read."""
+        although none of them or of the pages behind them was read. `report` is called with the operation that failed
+        and its error: a lease that cannot be released keeps neither other leases nor the thread that ends them."""
         self._hold_s = hold_s
         self._dropped = dropped
+        self._report = report
         self._limit = limit
         self._clock = clock
         self._changed = threading.Condition()
@@ -106,7 +109,7 @@ class HeldLeases:
             if not entry.left:
                 self._entries.remove(entry)
         if before:
-            entry.lease.release(min(before), start)
+            self.release(entry.lease, min(before), start)
         return Held(entry.lease, start, stop)
 
     def where(self, page: str) -> tuple[Lease, int] | None:
@@ -127,7 +130,14 @@ class HeldLeases:
                     if not entry.left:
                         self._entries.remove(entry)
         for lease, index in ended:
-            lease.release(index, index + 1)
+            self.release(lease, index, index + 1)
+
+    def release(self, lease: Lease, start: int = 0, stop: int | None = None) -> None:
+        """`Lease.release`; an error is reported."""
+        try:
+            lease.release(start, stop)
+        except Exception as error:
+            self._report("releasing a lease", error)
 
     def expire(self) -> None:
         """Release the leases whose time is over. A thread of this object does it too."""
@@ -154,7 +164,7 @@ class HeldLeases:
 
     def _end(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
-            entry.lease.release()
+            self.release(entry.lease)
             if entry.left:
                 self._dropped(len(entry.left))
 

@@ -30,8 +30,10 @@ OUTCOMES = (OBEYED, MALFORMED, REFUSED)
 """The outcomes of an action of a known name."""
 MAX_ACTIONS = 16
 """Limit of the actions of one request; further ones are refused."""
-MAX_PROMPT = 1 << 20
-"""Limit of the tokens of a prompt in a prefetch."""
+MAX_PROMPT = 1 << 18
+"""Limit of the tokens that the actions of one request name: the engine's scheduler hashes them between two steps."""
+MAX_NAME = 64
+"""Limit of the characters of the name of an action, and of its version."""
 PIN_S = 600.0
 """Seconds of a pin that names none."""
 KEYS = ("kv_hints", "kv_hint")
@@ -40,9 +42,12 @@ _ALIASES = {"fetch": "share"}
 _VERSION = re.compile(r"1(\.\d+)*")
 
 
+_Short = Annotated[str, Meta(max_length=MAX_NAME)]
+
+
 class _Action(msgspec.Struct):
-    action_type: str
-    action_version: str
+    action_type: _Short
+    action_version: _Short
     payload: dict[str, Any]
 
 
@@ -114,14 +119,11 @@ def acts_of(envelope: object, hints: Hints | None) -> Acts:
     is counted."""
     if envelope is None:
         return Acts(hints)
-    try:
-        made = msgspec.to_builtins(envelope)
-    except Exception as error:
-        return Acts(hints, (), (("", MALFORMED),), (f"the envelope cannot be read: {error}",))
-    actions = made.get("actions") if isinstance(made, Mapping) else None
-    if not isinstance(actions, list):
+    # Only the actions that are obeyed are read: an envelope may have any size.
+    actions = envelope.get("actions") if isinstance(envelope, Mapping) else getattr(envelope, "actions", None)
+    if not isinstance(actions, list | tuple):
         return Acts(hints, (), (("", MALFORMED),), ("the envelope has no list of actions",))
-    said, brings = hints or NO_HINTS, []
+    said, brings, left = hints or NO_HINTS, [], MAX_PROMPT
     counted: list[tuple[str, str]] = []
     problems: list[str] = []
     for number, action in enumerate(actions):
@@ -131,7 +133,7 @@ def acts_of(envelope: object, hints: Hints | None) -> Acts:
             break
         name = ""
         try:
-            one = msgspec.convert(action, _Action)
+            one = msgspec.convert(action, _Action, from_attributes=True)
             kind = one.action_type.removeprefix("kv.").lower()
             payload = _PAYLOADS.get(kind)
             if payload is None:
@@ -144,6 +146,12 @@ def acts_of(envelope: object, hints: Hints | None) -> Acts:
                 problems.append(f"action {kind!r} of version {reprlib.repr(one.action_version)}; obeyed is version 1")
                 continue
             body = msgspec.convert(one.payload, payload)
+            tokens = len(getattr(body, "token_ids", None) or ())
+            if tokens > left:
+                counted.append((name, REFUSED))
+                problems.append(f"the actions name more than {MAX_PROMPT} tokens")
+                continue
+            left -= tokens
         except Exception as error:
             counted.append((name, MALFORMED))
             problems.append(f"malformed action {name!r}: {str(error)[:200]}")

@@ -78,7 +78,9 @@ class PageStore:
         self._report = report
         self._copy = ParallelCopy()
         self._patient = True
-        self.leases = HeldLeases(settings.lease_s, lambda pages: counters.add(pages_not_read=pages), clock=clock)
+        self.leases = HeldLeases(
+            settings.lease_s, lambda pages: counters.add(pages_not_read=pages), report, clock=clock
+        )
 
     # -- looking up
 
@@ -119,12 +121,12 @@ class PageStore:
             if index in wanted:
                 kept[page] = segment
             else:
-                lease.release(segment, segment + 1)
+                self.leases.release(lease, segment, segment + 1)
             segment += 1
         if kept:
             self.leases.hold(kept, lease)
         else:
-            lease.release()
+            self.leases.release(lease)
 
     def _match(self, pages: Sequence[str], options: MatchOptions, operation: str) -> Lease | None:
         if not pages:
@@ -202,7 +204,7 @@ class PageStore:
         try:
             return self._copy_out(lease, start, stop, places)
         finally:
-            lease.release(start, stop)
+            self.leases.release(lease, start, stop)
 
     def _copy_out(self, lease: Lease, start: int, stop: int, places: Sequence[Parts]) -> int:
         done = 0

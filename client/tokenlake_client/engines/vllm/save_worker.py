@@ -209,8 +209,10 @@ class SaveWriter:
         except BaseException:
             write.abort()
             raise
-        codes = write.commit(save.mask)
-        write.leave()
+        try:
+            codes = write.commit(save.mask)
+        finally:
+            write.leave()
         # The codes end with the last segment that was reserved: the pool has the others already, or refused them.
         known = codes.ljust(len(save.keys), bytes([Code.EXISTS]))
         return bytes(known[part.segment] for part in save.parts)

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -118,8 +119,8 @@ class Side:
         if account:
             hints = structs.replace(hints or NO_HINTS, account=account)
         acts = acts_of(envelope_of(request), hints)
-        for act, outcome in acts.counted:
-            self.counters.add(**{f"hints_{act or 'other'}_{outcome}": 1})
+        for (act, outcome), count in Counter(acts.counted).items():
+            self.counters.add(**{f"hints_{act or 'other'}_{outcome}": count})
         for problem in acts.problems:
             self.reports.warn(f"kv_hints: {problem}", kind="kv hints")
         return acts

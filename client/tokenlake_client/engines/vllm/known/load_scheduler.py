@@ -48,8 +48,8 @@ class ScheduledLoads:
         owners: tuple[Owner, ...] = (),
         ended: Callable[[], None] | None = None,
     ) -> None:
-        """Add a load that was promised to vLLM. `lease` is released when the load ends, and then `ended` is called,
-        which must not raise. `owners`: that of each segment that the load reads."""
+        """Add a load that was promised to vLLM. `lease` is released when the load ends, and then `ended` is called.
+        `owners`: that of each segment that the load reads."""
         # End the request's previous load: the request may have lost its blocks in the step that loaded them, and may be
         # given new blocks before the outcome of that step is known.
         self.end(plan.request)
@@ -84,10 +84,10 @@ class ScheduledLoads:
         if load is not None and load.lease is not None:
             try:
                 load.lease.release()
+                if load.ended is not None:
+                    load.ended()
             except Exception as error:
                 self._report("releasing a lease", error)
-            if load.ended is not None:
-                load.ended()
             if load.time is not None:
                 self._measured(load.owners, load.time)
 

@@ -268,10 +268,12 @@ class SchedulerSide:
             self._allocated(request, blocks, external)
         except Exception as error:
             self._report("preparing a load", error)
+            state = self._requests[request.request_id]
             if external and request.request_id not in self._loads:
-                start = self._requests[request.request_id].local
+                start = state.local
                 targets = tuple(blocks[start // self._block : -(-(start + external) // self._block)])
                 self._loads.add(LoadPlan(request.request_id, (), 0, start, start + external, targets, local=False))
+            state.drop_lookup()
 
     def _allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         state = self._requests.get(request.request_id)
@@ -281,7 +283,7 @@ class SchedulerSide:
         if state.adapter is not None:
             known = self._cached_adapters.placed(state.adapter, cached=state.local > 0)
             state.may_store = state.may_store and known
-        lookup, state.lookup = state.lookup, None
+        lookup = state.lookup
         start, stop = state.local, state.local + external
         if state.split.prefill is not None:
             state.taken = stop == state.prompt - 1
@@ -291,7 +293,7 @@ class SchedulerSide:
             self._counters.add_request(request.num_tokens, start, skipped=state.skipped, asked=asked)
             if lookup is not None:
                 lookup.takes(start, start)
-                lookup.drop()
+                state.drop_lookup()
             return
         lookup.takes(start, stop, self._costs.saved_s(request.num_tokens, start, stop))
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
@@ -316,6 +318,7 @@ class SchedulerSide:
         )
         tail = state.tail if stop > state.prompt // self._segment * self._segment else None
         self._loads.add(plan, lease, owners, None if tail is None else lambda: self._tail_read(tail))
+        state.lookup = None
         state.saved = stop // self._segment
 
     def _tail_read(self, tail: SegmentKey) -> None:

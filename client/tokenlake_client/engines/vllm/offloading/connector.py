@@ -132,7 +132,7 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         self._local[request.request_id] = num_computed_tokens
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._manager is not None:
-            self._manager.chunks.takes(request.request_id, num_computed_tokens, num_computed_tokens)
+            self._manager.takes(request.request_id, num_computed_tokens)
         return found
 
     @hook(None)

@@ -182,8 +182,12 @@ class ChunkManager:
             return LoadJob(NOWHERE, name, (), (-1,) * len(keys), groups)
         self._take(state).may_load = False
         self._loads[name] = lookup
-        segments = tuple(lookup.keep(keys))
-        member = self._member(int(lookup.lease.incarnation))
+        try:
+            segments = tuple(lookup.keep(keys))
+            member = self._member(int(lookup.lease.incarnation))
+        except Exception as error:
+            self._report("preparing a load", error)
+            return LoadJob(NOWHERE, name, (), (-1,) * len(keys), groups)
         return LoadJob(member, name, tuple(map(int, lookup.lease.ids)), segments, groups, state.adapter_use)
 
     def complete_load(self, name: str) -> None:
@@ -345,9 +349,12 @@ class ChunkManager:
 
     def _give_up(self, state: _Request) -> _Request:
         """Remove the lookup from a request, release its lease, and return the request."""
-        if state.lookup is not None:
-            state.lookup.drop()
-        return self._take(state)
+        try:
+            if state.lookup is not None:
+                state.lookup.drop()
+        finally:
+            self._take(state)
+        return state
 
     def _segment_keys(
         self, pool: Pool, state: _Request, keys: Iterable[bytes], weights: str | None

@@ -159,6 +159,11 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         return self.chunks.prepare_load(req_context.req_id, keys)
 
     @guarded
+    def takes(self, name: str, cached: int) -> None:
+        """Record that vLLM's own cache has the first `cached` tokens of a request, which may load no more."""
+        self.chunks.takes(name, cached, cached)
+
+    @guarded
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """vLLM's hook for a load that all ranks have ended."""
         self.chunks.complete_load(req_context.req_id)
