@@ -172,10 +172,20 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's hook for a request that was given blocks."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._store_filled_blocks(request)
         name = request.request_id
         if name not in self._placed:
             self._placed.add(name)
             self._count(request, num_external_tokens)
+
+    @hook(lambda: None)
+    def _store_filled_blocks(self, request: Any) -> None:
+        """Let a block be stored that the load of a tail filled in part, once it is full. vLLM counts it as loaded, so
+        that later prompts would find no whole chunk there."""
+        status = self.connector_scheduler._req_status[request.request_id]
+        for state in status.group_states:
+            state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, state.num_hit_chunks)
 
     @hook(lambda: None)
     def _count(self, request: Any, hit: int) -> None:
