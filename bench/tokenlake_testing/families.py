@@ -129,21 +129,6 @@ def save_hybrid(directory: str | Path, model: TinyModel | None = None) -> Path:
     return save_network(directory, Qwen3NextForCausalLM, config, sizes.seed)
 
 
-def save_short_convolutions(directory: str | Path, model: TinyModel | None = None) -> Path:
-    """An LFM2: the last of four layers has attention, the others a short convolution, whose state is the last tokens
-    before it. Unlike linear attention, it runs in float32 on a CPU, and computes equal tokens however a prompt is
-    divided."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    sizes = model or TinyModel()
-    config = Lfm2Config(
-        **_dimensions(sizes),
-        block_auto_adjust_ff_dim=False,
-        layer_types=[_every_fourth(layer, "full_attention", "conv") for layer in range(sizes.layers)],
-    )
-    return save_network(directory, Lfm2ForCausalLM, config, sizes.seed)
-
-
 def save_eagle(directory: str | Path, model: TinyModel | None = None) -> Path:
     """A drafting head in the format of EAGLE, of one layer, for the Llama that `save_tiny_model` writes with the same
     `model`. Its guesses are random."""
