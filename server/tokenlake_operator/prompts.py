@@ -162,7 +162,9 @@ def _lines(path: Path, encode: Callable[[str], list[int]]) -> Iterator[tuple[str
             made = None
         if isinstance(made, dict) and isinstance(made.get("text"), str):
             yield where, encode(made["text"])
-        elif isinstance(made, dict) and isinstance(ids := made.get("tokens"), list) and ids and all(map(_is_token, ids)):
+        elif (
+            isinstance(made, dict) and isinstance(ids := made.get("tokens"), list) and ids and all(map(_is_token, ids))
+        ):
             yield where, ids
         else:
             raise click.UsageError(f'{where}: expected {{"tokens": [...]}} or {{"text": "..."}}')

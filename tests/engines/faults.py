@@ -123,7 +123,9 @@ QUIET = "quiet"
 class Faults:
     """The faults, and how many of each kind there were."""
 
-    def __init__(self, seed: int, *, calls: float = 0.04, messages: float = 0.15, late_s: float = 0.2, far: float = 0.3) -> None:
+    def __init__(
+        self, seed: int, *, calls: float = 0.04, messages: float = 0.15, late_s: float = 0.2, far: float = 0.3
+    ) -> None:
         """`calls`, `messages`: the share of calls and of messages that fail. `late_s`: the seconds until a late answer
         arrives, more than the doors' deadlines. `far`: the share of matches whose segments appear to be at another
         node, so that they are fetched."""
@@ -238,7 +240,12 @@ class Faults:
 
         @functools.wraps(original)
         def fetch(lease: Lease, start: int = 0, *args: Any, **kwargs: Any) -> Any:
-            if start < lease.hits and lease.code(start) is Code.LOCAL and lease._state.verify and self._hits(self._calls):
+            if (
+                start < lease.hits
+                and lease.code(start) is Code.LOCAL
+                and lease._state.verify
+                and self._hits(self._calls)
+            ):
                 with contextlib.suppress(Exception):
                     region, slot, _ = lease.places[start].tolist()
                     lease._grants.current(lease.link).regions.get(region, write=True).slots[slot][::7] ^= 0x41

@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenlake_client.engines.vllm.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.ranks import RankShards
+from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
+from tokenlake_client.engines.vllm.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.step_plan import Part, StepReport
+from tokenlake_client.engines.vllm.worker import WorkerSide
 
 from tests.connector.fakes import FakeRequest
-from tokenlake.errors import Unreachable
 from tokenlake.identity import SessionId
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.deadlines import Deadlines
@@ -25,14 +30,8 @@ from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
-from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import Part, StepPlan, StepReport
-from tokenlake_client.engines.vllm.worker import WorkerSide
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 T = TypeVar("T")
@@ -160,7 +159,9 @@ class KnownLayout:
         """The content of a block: it follows from all tokens up to its end."""
         return expanded(str(list(tokens[: (block + 1) * BLOCK])), BLOCK_BYTES)
 
-    def serve(self, name: str, tokens: list[int], *, local: int = 0, end: RequestEnd = RequestEnd(complete=True)) -> None:
+    def serve(
+        self, name: str, tokens: list[int], *, local: int = 0, end: RequestEnd = RequestEnd(complete=True)
+    ) -> None:
         """Serve one request, whose first `local` tokens are in vLLM's own cache."""
         request, hooks, scheduler = FakeRequest(name, tokens), self.hooks, self.scheduler
         hooks.call(None, lambda: scheduler.new_request(request))
@@ -189,6 +190,7 @@ class KnownLayout:
         self.loaded += (computed - local) // BLOCK
         # vLLM computes at least the last token.
         computed = min(computed, len(tokens) - 1)
+
         def forward() -> None:
             for index in range(computed // BLOCK, len(blocks)):
                 self.blocks.bytes[blocks[index]] = self.content(tokens, index)
@@ -418,5 +420,3 @@ class Opaque:
         self.manager.close()
         self.connection.close()
         self.pool.close()
-
-

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenlake_client.engines.vllm.request import RequestEnd
 
 from tests.engines import l2_adapter
 from tests.engines.faults import ERRORS, MESSAGES, Faults
 from tests.engines.hicache import HostPool, Policy, Transfer, standing_in
 from tests.engines.models import SEGMENT, prompt
+from tests.engines.small_vllm import COPIES, KnownLayout, Opaque
 from tests.engines.test_hicache_storage import TIMEOUT_S, Engines, indices, names
 from tests.engines.test_lmcache_adapter import Servers
-from tests.engines.small_vllm import COPIES, KnownLayout, Opaque
 from tests.robustness.live import wait_until
 from tokenlake.core import events
 from tokenlake.hints import Hints
 from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.engines.vllm.copies import HostCopy
-from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 torch = pytest.importorskip("torch")

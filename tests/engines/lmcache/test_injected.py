@@ -32,9 +32,7 @@ def test_faults_reach_no_request(
     for name, value in environment(tmp_path, SEED).items():
         monkeypatch.setenv(name, value)
     module = "tests.engines.lmcache.faulty"
-    with serving(
-        model, tmp_path / "log", node, module=module, memory_mib=MEMORY_MIB, **SETTINGS
-    ) as (server, engine):
+    with serving(model, tmp_path / "log", node, module=module, memory_mib=MEMORY_MIB, **SETTINGS) as (server, engine):
         # The first answer to a prompt is computed: nothing is in any cache.
         expected = [engine.generate([tokens])[0] for tokens in PROMPTS]
         requests = 0

@@ -206,6 +206,8 @@ class ChunkWorker(RankPart):
 
     def _load_parts(self, load: _Load) -> int:
         job = load.job
+        if not load.parts:
+            return 0
 
         @contextlib.contextmanager
         def copying() -> Iterator[None]:
