@@ -1,11 +1,10 @@
-"""A thousand injected faults of the client at each door whose engine is not needed for it: no call of the engine raises,
-no wrong byte or token is delivered, and no lease or write is left at the daemon."""
+"""A thousand injected faults of the client at each door, with a pool in memory: no call of the engine raises, no wrong
+byte or token is delivered, and no lease or write is left at the daemon."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from tests.engines import l2_adapter
 from tests.engines.faults import ERRORS, MESSAGES, Faults
 from tests.engines.hicache import HostPool, Policy, Transfer, standing_in
 from tests.engines.models import SEGMENT, prompt
+from tests.engines.small_vllm import COPIES, KnownLayout, Opaque
 from tests.engines.test_hicache_storage import TIMEOUT_S, Engines, indices, names
 from tests.engines.test_lmcache_adapter import Servers
-from tests.engines.small_vllm import COPIES, KnownLayout, Opaque
 from tests.robustness.live import wait_until
 from tokenlake.core import events
 from tokenlake.hints import Hints
@@ -29,7 +28,7 @@ torch = pytest.importorskip("torch")
 
 FAULTS = 1000
 DEADLINES = Deadlines(match_s=0.05, call_s=0.1, store_s=0.1, fetch_s=0.1, grace_s=0.02)
-DEADLINES_MS = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
+DEADLINES_MS: dict[str, Any] = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     made.end()
 
 
-def seeded(seed: int, **shares: float) -> Any:
+def seeded(seed: int, **shares: float) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("faults", [(seed, shares)], indirect=True, ids=[f"seed-{seed}"])
 
 
@@ -59,7 +58,10 @@ def check(faults: Faults, calls: Collection[str], *, messages: Collection[str] =
 def mostly_connected(chance: random.Random, *pools: MemoryPool) -> None:
     """Wait in most rounds until the pools have connected again, so that the doors use them."""
     if chance.random() < 0.95:
-        there: Callable[[], bool] = lambda: all(pool.connected or pool._grants.closed for pool in pools)
+
+        def there() -> bool:
+            return all(pool.connected or pool._grants.closed for pool in pools)
+
         wait_until(there, "the pools are connected again", TIMEOUT_S)
 
 

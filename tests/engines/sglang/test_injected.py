@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.faults import environment, quiet, recorded
+from tests.engines.faults import environment, nothing_left, quiet, recorded
 from tests.engines.sglang.conftest import PAGE, counts_of, forget, pool_of, prompt, tracebacks, until_hit
-from tests.robustness.live import wait_until
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
@@ -43,7 +42,5 @@ def test_faults_reach_no_request(
     assert counts_of(faulty)["loaded_tokens"] > 0
     quiet(tmp_path)
     until_hit(faulty, PROMPTS[0], expected[0], PAGE)
-    for kind in ("leases", "writes"):
-        name = f'tokenlake_map_entries{{map="{kind}"}}'
-        wait_until(lambda name=name: node.metrics()[name] == 0, f"no {kind} are left", 60.0)
+    nothing_left(node)
     assert tracebacks(faulty) == []
