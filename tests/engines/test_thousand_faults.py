@@ -112,6 +112,9 @@ def test_sglang(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
             engines.daemon.start()
         hybrid = chance.random() < 0.3
         host, given = (states, torch.tensor(places)) if hybrid else (pool, indices(*places))
+        if chance.random() < 0.03:
+            # A call that SGLang does not make.
+            given = given[1:]
         transfers = [Transfer("mamba", given, chain, Policy.TRAILING_PAGES)]
         if chance.random() < 0.4:
             for place, name in zip(places, chain, strict=True):
@@ -198,7 +201,7 @@ def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatc
     options = {mode: EngineOptions(mode=mode, window=2, write_patience=0.01) for mode in ("fetch", "auto")}
     engines = [TokenLakeEngine(model, client, each) for each in options.values()]
     rounds = 0
-    while faults.total < FAULTS + 200:
+    while faults.total < FAULTS:
         rounds += 1
         if rounds % 40 == 0:
             client.daemon.evict()
