@@ -26,6 +26,8 @@ from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timeout(300)
+
 FAULTS = 1000
 DEADLINES = Deadlines(match_s=0.05, call_s=0.1, store_s=0.1, fetch_s=0.1, grace_s=0.02)
 DEADLINES_MS: dict[str, Any] = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
