@@ -160,11 +160,10 @@ def _lines(path: Path, encode: Callable[[str], list[int]]) -> Iterator[tuple[str
             made = json.loads(line)
         except (ValueError, RecursionError):
             made = None
-        if isinstance(made, dict) and isinstance(made.get("text"), str):
-            yield where, encode(made["text"])
-        elif (
-            isinstance(made, dict) and isinstance(ids := made.get("tokens"), list) and ids and all(map(_is_token, ids))
-        ):
+        text, ids = (made.get("text"), made.get("tokens")) if isinstance(made, dict) else (None, None)
+        if isinstance(text, str):
+            yield where, encode(text)
+        elif isinstance(ids, list) and ids and all(map(_is_token, ids)):
             yield where, ids
         else:
             raise click.UsageError(f'{where}: expected {{"tokens": [...]}} or {{"text": "..."}}')

@@ -112,6 +112,18 @@ def test_a_closed_pool_outlives_a_broken_connection(cluster: Cluster) -> None:
     wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
 
 
+def test_a_pool_closed_without_a_connection_leaves(cluster: Cluster) -> None:
+    """The daemon lives and keeps the leases of a process that maps the arena, so that the pool connects once more."""
+    prompt = Prompt(15, 4)
+    pool = cluster.connect(0, LAYOUT)
+    store(pool, prompt)
+    lease = match(pool, prompt)
+    assert prompt.wrong(lease.fetch()) == 0
+    pool.link.channel.close()
+    pool.close()
+    wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
+
+
 def test_a_closed_pool_leaves_a_dead_daemon() -> None:
     """Its arrays keep their bytes, and its thread ends."""
     with daemons(1) as cluster:

@@ -269,6 +269,18 @@ def test_a_session_is_joined_within_its_limits(call_ms: float, at_most_s: float,
     assert rank.counters.read().tokens_not_stored == 8
 
 
+def test_a_load_without_a_lease_leaves_no_session() -> None:
+    """The scheduler's side plans it where it could not prepare the load that it had promised to vLLM."""
+    rank = Rank()
+    assert rank.run(rank.load()) == set()
+    joined = rank.side._session._connection.pool
+    (one,) = rank.load().loads
+    assert rank.run(rank.step(idle=True, loads=(replace(one, leases=(), incarnation=0, local=False),))) == set()
+    assert rank.side._loads.flush(TIMEOUT_S)
+    assert rank.side.errors() == ALL
+    assert rank.side._session._connection.pool is joined is not None
+
+
 def test_an_unserved_rank_fails_every_block() -> None:
     rank, unserved = Rank(), UnservedWorker()
     unserved.begin(StepPlan(2, loads=rank.load().loads, saves=(save(3, "k"),), held=(("done", 3),)))

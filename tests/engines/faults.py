@@ -5,8 +5,9 @@ classes, so that it works with a pool in memory and at a real daemon, in the pro
 
     door  --calls-->  client  --messages-->  daemon
             |                   |
-            |                   requests that are refused by each error and with each code, answers that are late, cut, or
-            |                   have wrong checksums, leases that have ended, connections that end before and behind a request
+            |                   requests that are refused by each error and with each code, answers that are late,
+            |                   cut, or have wrong checksums, leases that have ended, connections that end before
+            |                   and behind a request
             calls that raise any error, copies that raise, bytes that are spoiled before a read that verifies them
 
 A call of the client that is made within another one, or by its own threads, does not raise: its errors are those of the
@@ -29,6 +30,7 @@ from typing import Any
 
 from msgspec import structs
 
+from tests.robustness.live import wait_until
 from tokenlake.errors import (
     CredentialRefused,
     DeadlinePassed,
@@ -49,6 +51,7 @@ from tokenlake_client.match import PendingMatch
 from tokenlake_client.parallel_copy import ParallelCopy
 from tokenlake_client.pool import Pool
 from tokenlake_client.write import Reservation, Write
+from tokenlake_testing.cluster import Node
 
 Patch = Callable[[Any, str, Any], None]
 """`setattr`, or the method of that name of a test's `MonkeyPatch`."""
@@ -118,6 +121,7 @@ SLOW = {"late": 0.2, "lost": 0.2, "broken": 0.2}
 VARIABLE = "TOKENLAKE_TEST_FAULTS"
 """The environment variable with the seed of an engine's faults, and the directory in which it records them."""
 QUIET = "quiet"
+LEFT_S = 60.0
 
 
 class Faults:
@@ -204,17 +208,17 @@ class Faults:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             ours = threading.current_thread().name == "tokenlake"
-            if getattr(within, "depth", 0) or ours:
+            if getattr(within, "depth", False) or ours:
                 return original(*args, **kwargs)
             hits = self._hits(self._calls)
             moment = self._chance.choice(moments) if hits else ""
             if moment == BEFORE:
                 raise self._error(kind)
-            within.depth = 1
+            within.depth = True
             try:
                 result = original(*args, **kwargs)
             finally:
-                within.depth = 0
+                within.depth = False
             if moment == BEHIND:
                 raise self._error(kind)
             return result
@@ -224,7 +228,7 @@ class Faults:
     def _copy(self, kind: str, original: Callable[..., Any], *, outermost: bool = False) -> Callable[..., Any]:
         @functools.wraps(original)
         def copy(*args: Any, **kwargs: Any) -> Any:
-            hits = self._hits(self._calls) and not (outermost and getattr(self._within, "depth", 0))
+            hits = self._hits(self._calls) and not (outermost and getattr(self._within, "depth", False))
             early = hits and self._chance.random() < 0.5
             result = None if early else original(*args, **kwargs)
             if hits:
@@ -362,7 +366,7 @@ class Faults:
 
 def _changed(fault: str, reply: Any) -> Any:
     """An answer of another length, or with wrong checksums; the answer itself where it has nothing to change."""
-    fields = {name: getattr(reply, name, b"") for name in ("codes", "owners")}
+    fields: dict[str, bytes] = {name: getattr(reply, name, b"") for name in ("codes", "owners")}
     name, values = next(((name, values) for name, values in fields.items() if values), ("", b""))
     if fault == "cut" and values:
         changed = {name: values[: len(values) // 2]}
@@ -374,7 +378,7 @@ def _changed(fault: str, reply: Any) -> Any:
         return structs.replace(reply, **changed)
     if fault == "long" and values:
         return structs.replace(reply, **{name: values + values})
-    if fault == "checksum" and getattr(reply, "checksums", b""):
+    if fault == "checksum" and getattr(reply, "checksums", None):
         return structs.replace(reply, checksums=bytes(each ^ 0xFF for each in reply.checksums))
     return reply
 
@@ -405,3 +409,13 @@ def recorded(directory: Path) -> Counter[str]:
 def quiet(directory: Path) -> None:
     """End the faults of the engines that record into a directory."""
     (directory / QUIET).touch()
+
+
+def nothing_left(node: Node) -> None:
+    """Wait until a daemon has neither leases nor writes of its engines."""
+    for kind in ("leases", "writes"):
+
+        def ended(name: str = f'tokenlake_map_entries{{map="{kind}"}}') -> bool:
+            return node.metrics()[name] == 0
+
+        wait_until(ended, f"no {kind} are left", LEFT_S)

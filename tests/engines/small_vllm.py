@@ -1,6 +1,6 @@
 """The parts of vLLM around the two connectors, without vLLM: requests, blocks with contents that follow from the tokens
-before them, and the order of the hooks. Hooks that the connectors guard are guarded alike; an error of any other ends the
-test. The blocks of a request that has ended are given to another one, so that a late copy shows."""
+before them, and the order of the hooks. Hooks that the connectors guard are guarded alike; an error of any other ends
+the test. The blocks of a request that has ended are given to another one, so that a late copy shows."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 TIMEOUT_S = 20.0
 SEGMENT, BLOCK, BLOCK_BYTES = 8, 4, 32
@@ -54,7 +55,7 @@ class Hooks:
 
     reports: list[str] = field(default_factory=list)
 
-    def call(self, default: T, hook: Callable[[], T]) -> T:
+    def call(self, default: T, hook: Callable[[], U]) -> T | U:
         try:
             return hook()
         except Exception as error:
@@ -159,9 +160,7 @@ class KnownLayout:
         """The content of a block: it follows from all tokens up to its end."""
         return expanded(str(list(tokens[: (block + 1) * BLOCK])), BLOCK_BYTES)
 
-    def serve(
-        self, name: str, tokens: list[int], *, local: int = 0, end: RequestEnd = RequestEnd(complete=True)
-    ) -> None:
+    def serve(self, name: str, tokens: list[int], local: int, end: RequestEnd) -> None:
         """Serve one request, whose first `local` tokens are in vLLM's own cache."""
         request, hooks, scheduler = FakeRequest(name, tokens), self.hooks, self.scheduler
         hooks.call(None, lambda: scheduler.new_request(request))
@@ -226,8 +225,8 @@ class KnownLayout:
         forward()
         hooks.call(None, rank.load)
         hooks.call(None, rank.save)
-        freed, received = hooks.call((set(), set()), rank.finished)
-        errors = hooks.call(set(), rank.errors)
+        freed, received = hooks.call((set[str](), set[str]()), rank.finished)
+        errors = hooks.call(set[int](), rank.errors)
         report = hooks.call(StepReport(0), rank.report)
         hooks.call(None, lambda: self.scheduler.worker_output(report, sorted(received), errors))
         for name in freed:

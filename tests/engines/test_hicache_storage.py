@@ -4,7 +4,6 @@ back byte for byte; an error of the pool is a miss, and does not reach SGLang.""
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.engines.hicache import PAGE, Config, HostPool, Policy, Transfer, standing_in
 from tests.robustness.live import wait_until
-from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
+from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine
@@ -369,62 +368,3 @@ def test_keys_are_of_the_client(engines: Engines) -> None:
     with pytest.raises(ValueError, match="bytes"):
         backend._sides["kv"].pages._keys(pool, ["00"])
     assert backend.batch_exists(["not hexadecimal"]) == 0
-
-
-def test_a_thousand_faults_reach_sglang_as_misses(engines: Engines) -> None:
-    """Seeded calls with faults at seeded messages, evictions and restarts: no call raises, and each page that counts
-    as loaded has the bytes that were stored under its name."""
-    pool = HostPool(pages=64)
-    backend = engines.start(pool, verify=True, write_patience_s=0.0, match_ms=50)
-    side = backend._sides["kv"]
-    client: MemoryPool = side.pages.connection.pool
-    chance = random.Random(7)
-    chains = [names(12, seed) for seed in range(8)]
-    contents = {name: (seed, order) for seed, chain in enumerate(chains) for order, name in enumerate(chain)}
-    messages = (engine.Match, engine.Fetch, engine.Prepare, engine.Commit)
-    faults = loaded = 0
-    left = 0
-    failing: type = engine.Match
-
-    def fail(message: engine.EngineRequest) -> None:
-        nonlocal left
-        if isinstance(message, failing) and left:
-            left -= 1
-            raise chance.choice([Unreachable("broken"), ProtocolRefused("wrong"), RuntimeError("unexpected")])
-
-    while faults < 1000:
-        seed = chance.randrange(len(chains))
-        start = chance.randrange(6)
-        chain = chains[seed][start : start + chance.randrange(1, 7)]
-        places = chance.sample(range(pool.pages), len(chain))
-        fault = chance.choice(["message", "message", "evict", "sizes", "none"])
-        if faults % 50 == 49:
-            fault = "restart"
-        faults += fault != "none"
-        engines.daemon.intercept = None
-        if fault == "message":
-            left, failing = chance.randrange(1, 3), chance.choice(messages)
-            engines.daemon.intercept = fail
-        elif fault == "evict":
-            engines.daemon.evict([side.pages._keys(client, chain)[0]])
-        elif fault == "restart":
-            engines.daemon.stop()
-            assert backend.batch_exists(chain) == 0
-            engines.daemon.start()
-            if chance.random() < 0.8:
-                wait_until(lambda: bool(client.connected), "the backend is connected again", TIMEOUT_S)
-        given = indices(*places) if fault != "sizes" else indices(*places[1:])
-        if chance.random() < 0.5:
-            for place, name in zip(places, chain, strict=True):
-                pool.fill(place, *contents[name])
-            assert len(backend.batch_set_v1(chain, given)) == len(chain)
-            continue
-        if chance.random() < 0.7:
-            assert 0 <= backend.batch_exists(chain) <= len(chain)
-        for place in places:
-            pool.fill(place, 99, place)
-        done = backend.batch_get_v1(chain, given)
-        for place, name, there in zip(places, chain, done, strict=True):
-            loaded += there
-            assert not there or pool.read(place) == pool.content(*contents[name])
-    assert loaded > 100

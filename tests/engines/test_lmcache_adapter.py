@@ -4,7 +4,6 @@ an error of the pool is a miss, every task has a result, and nothing reaches LMC
 from __future__ import annotations
 
 import os
-import random
 import select
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 
 from tests.engines.l2_adapter import Described, Dtype, Held, Key, keys, standing_in, written
 from tests.robustness.live import wait_until
-from tokenlake.errors import ConfigurationError, DeadlinePassed, LayoutRefused, ProtocolRefused, Unreachable
+from tokenlake.errors import ConfigurationError, LayoutRefused, ProtocolRefused
 from tokenlake_client.engines.lmcache.identity import form_of, layout_of, name_of
 from tokenlake_client.engines.lmcache.settings import AdapterSettings
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
@@ -247,30 +246,6 @@ def test_no_error_reaches_lmcache(servers: Servers) -> None:
     assert server.find([Key(b"12345678")]) == [False]
     server.adapter.submit_unlock([Key(b"12345678")])
     assert server.adapter.counts.failures >= 6
-
-
-def test_hundreds_of_faults_reach_lmcache_as_misses(servers: Servers) -> None:
-    server, dice = servers.start(verify=True), random.Random(1)
-    objects = written(8)
-    server.store(keys(8), objects)
-
-    def fail(message: object) -> None:
-        if dice.random() < 0.3:
-            raise dice.choice([Unreachable("gone"), DeadlinePassed("late"), ProtocolRefused("nonsense")])
-
-    servers.daemon.intercept = fail
-    hits = 0
-    for _ in range(200):
-        server.find(keys(8))
-        read = [Held() for _ in range(8)]
-        loaded = server.load(keys(8), read)
-        hits += sum(loaded)
-        for done, got, right in zip(loaded, read, objects, strict=True):
-            assert not done or got.bytes.tobytes() == right.bytes.tobytes()
-        server.adapter.submit_unlock(keys(8))
-        server.store(keys(8), objects)
-    assert 0 < hits < 8 * 200
-    servers.daemon.intercept = None
 
 
 def test_tasks_after_the_end_fail(servers: Servers) -> None:

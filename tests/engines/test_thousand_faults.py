@@ -1,10 +1,10 @@
-"""A thousand injected faults of the client at each door whose engine is not needed for it: no call of the engine raises,
-no wrong byte or token is delivered, and no lease or write is left at the daemon."""
+"""A thousand injected faults of the client at each door, with a pool in memory: no call of the engine raises, no wrong
+byte or token is delivered, and no lease or write is left at the daemon."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -26,9 +26,11 @@ from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timeout(300)
+
 FAULTS = 1000
 DEADLINES = Deadlines(match_s=0.05, call_s=0.1, store_s=0.1, fetch_s=0.1, grace_s=0.02)
-DEADLINES_MS = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
+DEADLINES_MS: dict[str, Any] = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     made.end()
 
 
-def seeded(seed: int, **shares: float) -> Any:
+def seeded(seed: int, **shares: float) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("faults", [(seed, shares)], indirect=True, ids=[f"seed-{seed}"])
 
 
@@ -58,7 +60,10 @@ def check(faults: Faults, calls: Collection[str], *, messages: Collection[str] =
 def mostly_connected(chance: random.Random, *pools: MemoryPool) -> None:
     """Wait in most rounds until the pools have connected again, so that the doors use them."""
     if chance.random() < 0.95:
-        there: Callable[[], bool] = lambda: all(pool.connected or pool._grants.closed for pool in pools)
+
+        def there() -> bool:
+            return all(pool.connected or pool._grants.closed for pool in pools)
+
         wait_until(there, "the pools are connected again", TIMEOUT_S)
 
 
@@ -109,6 +114,9 @@ def test_sglang(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
             engines.daemon.start()
         hybrid = chance.random() < 0.3
         host, given = (states, torch.tensor(places)) if hybrid else (pool, indices(*places))
+        if chance.random() < 0.03:
+            # A call that SGLang does not make.
+            given = given[1:]
         transfers = [Transfer("mamba", given, chain, Policy.TRAILING_PAGES)]
         if chance.random() < 0.4:
             for place, name in zip(places, chain, strict=True):
@@ -195,7 +203,7 @@ def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatc
     options = {mode: EngineOptions(mode=mode, window=2, write_patience=0.01) for mode in ("fetch", "auto")}
     engines = [TokenLakeEngine(model, client, each) for each in options.values()]
     rounds = 0
-    while faults.total < FAULTS + 200:
+    while faults.total < FAULTS:
         rounds += 1
         if rounds % 40 == 0:
             client.daemon.evict()

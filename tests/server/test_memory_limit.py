@@ -27,7 +27,9 @@ from tests.server.kv_events.scene import MODEL, Stream
 from tests.server.raw import Raw, hello
 from tests.server.scene import BLUE, OF_THIS_USER, RED, private, tenants_text
 from tokenlake.errors import TokenLakeError
+from tokenlake.hints import Hints
 from tokenlake.wire import engine, pack_frame
+from tokenlake.wire.slots import join_keys
 from tokenlake_client import Pool
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_testing.cluster import Cluster, Node
@@ -115,8 +117,18 @@ def heavy() -> list[tuple[str, bytes]]:
         (PLANS, plan.SerializeToString()),
         *reports,
         ("/tokenlake.v1.Scheduling/GetPrefixTree", tree.SerializeToString()),
+        *_prefetches(),
         (PLANS, b"\x1a\x00" * (MIB - 8)),
     ]
+
+
+def _prefetches() -> Iterator[tuple[str, bytes]]:
+    """Prefetches that pin, and ends of pins, of long prompts."""
+    prompt = pb.Prompt(token_ids=os.urandom(4 * 100_000), fingerprint=LAYOUT.fingerprint())
+    prefetch = pb.PrefetchRequest(prompt=prompt, source="elsewhere", pin_s=3600.0)
+    yield "/tokenlake.v1.Scheduling/Prefetch", prefetch.SerializeToString()
+    unpin = pb.UnpinRequest(prompt=prompt, segment_tokens=LAYOUT.segment_tokens)
+    yield "/tokenlake.v1.Scheduling/Unpin", unpin.SerializeToString()
 
 
 class Attacks:
@@ -199,6 +211,23 @@ def contents(node: Node, token: str, open_: contextlib.ExitStack) -> None:
             each.send(engine.Abort(prepared.write))
 
 
+def pins(node: Node, token: str, open_: contextlib.ExitStack) -> None:
+    """Prefetches that pin, of segments that no node has and of those of `churn`, whose answers are not read; pins of
+    many salts; and ends of pins."""
+    pool = open_.enter_context(Pool.connect(node.socket, LAYOUT, token))
+    known = join_keys(list(pool.prefix(Prompt(1, 64).tokens).keys))
+    for _ in range(4):
+        each = joined(node, open_, token)
+        with contextlib.suppress(OSError):
+            for number in range(2, 200, 4):
+                each.write(pack_frame(engine.Prefetch(number, os.urandom(32 * 256), source="elsewhere", pin_s=3600.0)))
+                each.write(pack_frame(engine.Prefetch(number + 1, known, pin_s=3600.0)))
+                hints = Hints(account=os.urandom(16).hex(), pin_s=3600.0)
+                each.write(pack_frame(engine.Hint(known, hints)))
+                each.write(pack_frame(engine.Prepare(number + 2, os.urandom(32 * 16), 0, hints=hints)))
+                each.write(pack_frame(engine.Unpin(os.urandom(32 * 128))))
+
+
 def engines(node: Node, token: str, attack: Callable[..., None], ended: threading.Event) -> None:
     with contextlib.ExitStack() as open_:
         attack(node, token, open_)
@@ -257,7 +286,7 @@ def test_the_documented_memory_holds_under_all_limits(group: MemoryGroup, tmp_pa
         calls = heavy()
         for at, (own, token, pool) in enumerate(zip(held, (RED, BLUE), pools, strict=True)):
             attacks.start(f"churn {at}", partial(churn, pool, itertools.count(10_000 * at + 1)))
-            for attack in (silent, unread, waiting, contents):
+            for attack in (silent, unread, waiting, contents, pins):
                 run = partial(engines, node, token, attack, attacks.ended)
                 attacks.start(f"{attack.__name__} {at}", run)
             for wire in range(2):
@@ -276,7 +305,7 @@ def test_the_documented_memory_holds_under_all_limits(group: MemoryGroup, tmp_pa
         figures = f"{start / MIB:.0f} -> {peak / MIB:.0f} MiB; {attacks.rounds}"
         assert status is None, f"the daemon ended with the status {status}: {figures}"
         assert not attacks.wrong
-        assert len(attacks.rounds) == 14, figures
+        assert len(attacks.rounds) == 16, figures
         with local(node) as control:
             assert control.status().node == "node0"
         for at, pool in enumerate(pools):

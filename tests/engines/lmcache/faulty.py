@@ -8,4 +8,4 @@ from tokenlake_client.engines.sglang import pages
 
 __all__ = ["TokenLakeL2"]
 
-begin((pages, ("_into",)), calls=0.1, messages=0.3)
+begin((pages, ("_into",)), calls=0.15, messages=0.4)

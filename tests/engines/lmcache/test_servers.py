@@ -55,10 +55,11 @@ def serving(
     *,
     module: str = "tokenlake_client.engines.lmcache",
     memory_mib: int = 256,
+    prefix_caching: bool = True,
     **settings: Any,
 ) -> Iterator[tuple[LMCacheServer, Engine]]:
     """A server of LMCache with the pool behind it, and an engine at that server. `module`: that of the adapter.
-    `memory_mib`: the server's own memory."""
+    `memory_mib`: the server's own memory. `prefix_caching`: the engine keeps the cache of prompts, too."""
     params = {"socket": str(node.socket), "engine": "vllm float32", **PATIENT, **settings}
     plugin = {
         "type": "plugin",
@@ -67,7 +68,13 @@ def serving(
         "adapter_params": params,
     }
     with LMCacheServer(sys.executable, memory_mib, CHUNK, l2=plugin) as server:
-        engine = Engine(model, log, environment=server.environment, transfer=server.transfer)
+        engine = Engine(
+            model,
+            log,
+            environment=server.environment,
+            transfer=server.transfer,
+            enable_prefix_caching=prefix_caching,
+        )
         try:
             engine.generate([prompt(40, 9)], 1)
             server.hide_memory()

@@ -8,4 +8,4 @@ from tokenlake_client.engines.sglang.storage import TokenLakeStorage
 
 __all__ = ["TokenLakeStorage"]
 
-begin((pages, ("_into",)), calls=0.1, messages=0.3)
+begin((pages, ("_into",)), calls=0.2, messages=0.5)

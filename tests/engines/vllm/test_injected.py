@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.faults import MESSAGES, begin, environment, quiet, recorded
+from tests.engines.faults import MESSAGES, begin, environment, nothing_left, quiet, recorded
 from tests.engines.vllm.conftest import pool_of, prompt, until_hit
 from tests.engines.vllm.forked import ForkedEngine
 from tests.engines.vllm.spoiling import tracebacks
 from tests.engines.vllm.test_opaque import SIZES
-from tests.robustness.live import wait_until
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_mistral
@@ -87,9 +86,7 @@ def check(engine: Engine, plain: Engine, cluster: Cluster, directory: Path, *, a
     quiet(directory)
     until_hit(engine, prompts[3], expected[3], 128)
     engine.call("flush")
-    for kind in ("leases", "writes"):
-        name = f'tokenlake_map_entries{{map="{kind}"}}'
-        wait_until(lambda name=name: cluster.nodes[0].metrics()[name] == 0, f"no {kind} are left", 30.0)
+    nothing_left(cluster.nodes[0])
     assert "hook start_load_kv failed" not in engine.log.read_text()
     assert tracebacks(engine) == []
 

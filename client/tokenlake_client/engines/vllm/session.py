@@ -24,8 +24,9 @@ class RankSession:
         self._closed = False
 
     def get(self, session: int, incarnation: int, wait_s: float) -> Pool | None:
-        """The connection to the daemon with this incarnation in its session `session`; 0 stands for none. Joins the
-        session if necessary; None if that has not succeeded within `wait_s` seconds: the attempt then continues in the background."""
+        """The connection to the daemon with this incarnation in its session `session`; a number of 0 stands for none.
+        Joins the session if necessary; None if that has not succeeded within `wait_s` seconds: the attempt then
+        continues in the background."""
         target, previous = (session, incarnation), None
         with self._lock:
             if not (session and incarnation) or self._closed:
