@@ -21,7 +21,7 @@ from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_hybrid, save_mistral, save_sliding_window
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 UNIT = 32
 BASE = prompt(1400, 1)
