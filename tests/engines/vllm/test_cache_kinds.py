@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from tests.engines.vllm.conftest import pool_of, prompt
+from tests.engines.vllm.forked import ForkedEngine, refusals
+from tests.engines.vllm.test_opaque import SIZES
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.vllm.offloading.identity import KINDS, identity_of, rank_facts, unknown_cache
 from tokenlake_client.engines.vllm.settings import read_settings
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.families import save_mistral
 
 REFUSED = {
     "CircularBufferSpec",
@@ -101,3 +107,33 @@ def test_the_reason_reaches_both_sides() -> None:
         config.model_config.hf_text_config = SimpleNamespace(**text)
         with pytest.raises(LayoutRefused, match=expected):
             identity_of(config, cached(spec), read_settings({}, {}), chunk_blocks=1, replicated=False)
+
+
+class WithoutWindows(ForkedEngine):
+    """An engine whose client does not know the caches of layers with windows."""
+
+    @staticmethod
+    def prepare() -> None:
+        from tokenlake_client.engines.vllm.offloading import identity
+
+        identity.KINDS = ("FullAttentionSpec",)
+
+
+@pytest.mark.live
+@pytest.mark.timeout(300)
+def test_an_engine_with_an_unknown_cache_goes_without_the_pool(tmp_path: Path, cluster: Cluster) -> None:
+    model, tokens = save_mistral(tmp_path / "model", SIZES), prompt(1000, 1)
+    answers = []
+    for name, pool, kind in (("plain", None, ForkedEngine), ("log", pool_of(cluster.nodes[0]), WithoutWindows)):
+        engine = kind(model, tmp_path / name, pool)
+        try:
+            for _ in range(2):
+                answers.append(engine.generate([tokens])[0])
+                engine.call("flush")
+                engine.call("forget")
+            if pool:
+                assert engine.call("counts")["tokens_stored"] == 0
+                assert "a cache of the kind SlidingWindowSpec is not supported" in refusals(engine)[0]
+        finally:
+            engine.close()
+    assert answers == answers[:1] * 4

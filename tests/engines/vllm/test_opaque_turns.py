@@ -1,5 +1,5 @@
-"""Requests as people send them, to models with windows and recurrent states: prompts that share prefixes of unequal
-length, fork in the middle, come back after their answer, and end with a block; with drafts on top."""
+"""Requests as people send them, to models with windows, chunks and recurrent states: prompts that share prefixes of
+unequal length, fork in the middle, come back after their answer, and end with a block; with drafts on top."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.engines.vllm.test_opaque import DRAFT, GUESSING, SIZES, WIDE
 from tokenlake.errors import Unreachable
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
-from tokenlake_testing.families import save_hybrid, save_mistral, save_sliding_window
+from tokenlake_testing.families import save_chunked, save_hybrid, save_mistral, save_sliding_window
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 UNIT = 32
 BASE = prompt(1400, 1)
@@ -37,20 +37,22 @@ class Family:
     """A prompt that was stored is found again up to the last multiple of this number of tokens before its last one."""
     answer: int
     """The tokens that are compared."""
-    forks: bool
-    """A prefix that two prompts shared is found by the third."""
+    forks: int
+    """The number of prompts with the same beginning and other ends that find nothing, before each one finds it."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
     # Linear attention runs in bfloat16 only, in which a later token may follow from how a prompt is divided.
-    "hybrid": Family(save_hybrid, WIDE, UNIT, 6, True, {"dtype": "bfloat16", "prefix_match_unit": UNIT}),
-    "mixed": Family(save_sliding_window, SIZES, 256, 24, True),
-    "window": Family(save_mistral, SIZES, 256, 24, False),
+    "hybrid": Family(save_hybrid, WIDE, UNIT, 6, 2, {"dtype": "bfloat16", "prefix_match_unit": UNIT}),
+    "mixed": Family(save_sliding_window, SIZES, 256, 24, 2),
+    "chunked": Family(save_chunked, SIZES, 256, 24, 1),
+    "window": Family(save_mistral, SIZES, 256, 24, 4),
 }
+CASES_OF_EACH_RUN = [("hybrid", ""), ("mixed", ""), ("chunked", ""), ("window", "draft model")]
 NIGHTLY = [("mixed", "n-gram"), ("window", ""), ("window", "n-gram")]
 CASES = [
-    *(pytest.param(case, id=" ".join(case)) for case in (("hybrid", ""), ("mixed", ""), ("window", "draft model"))),
+    *(pytest.param(case, id=" ".join(case)) for case in CASES_OF_EACH_RUN),
     *(pytest.param(case, id=" ".join(case), marks=pytest.mark.nightly) for case in NIGHTLY),
 ]
 
@@ -166,11 +168,14 @@ def test_conversations(run: Run) -> None:
 
 def test_prompts_that_fork(run: Run) -> None:
     """The second conversation with the same system prompt lets the pool have what the third needs to begin at its end.
-    Where all layers see a window, the pool does not know that there are two."""
-    first, second, third = ([*prompt(700, 31), *prompt(800, seed)] for seed in (40, 41, 42))
-    assert [run.ask(first), run.ask(second)] == [0, 0]
-    cached = run.ask_until(third, 1) if run.family.forks else run.ask(third)
-    assert 0 < cached <= 700 if run.family.forks else cached == 0
+    Attention within chunks needs nothing before the chunk. Where all layers see a window, the pool does not know of the
+    fork."""
+    for number in range(4):
+        tokens = [*prompt(700, 31), *prompt(800, 40 + number)]
+        if number < run.family.forks:
+            assert run.ask(tokens) == 0
+        else:
+            assert run.ask_until(tokens, 1) <= 700
 
 
 def test_other_bytes_change_the_tokens(run: Run) -> None:

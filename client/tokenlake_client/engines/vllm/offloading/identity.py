@@ -25,7 +25,13 @@ from tokenlake_client.engines.vllm.settings import EngineSettings
 
 HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
-KINDS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MLAAttentionSpec", "MambaSpec")
+KINDS: tuple[str, ...] = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+    "MLAAttentionSpec",
+    "MambaSpec",
+)
 """The kinds of caches, by vLLM's names, whose chunks hold all that their tokens need to be continued. Others keep more
 elsewhere, drop tokens in the middle, or belong to attention that chooses its tokens by an index."""
 
