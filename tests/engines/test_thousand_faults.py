@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
-from tokenlake_client.engines.vllm.request import RequestEnd
 
 from tests.engines import l2_adapter
 from tests.engines.faults import ERRORS, MESSAGES, Faults
@@ -22,6 +21,7 @@ from tokenlake.core import events
 from tokenlake.hints import Hints
 from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.engines.vllm.copies import HostCopy
+from tokenlake_client.engines.vllm.known.request import RequestEnd
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 torch = pytest.importorskip("torch")
