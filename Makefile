@@ -49,7 +49,7 @@ help:
 	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
 	@echo "make test      lint, types, and the tests of all parts, against real processes"
 	@echo "make test-all  make test, then vLLM, SGLang, routers, NIXL, all faults, upgrades under load"
-	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak"
+	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak, long prompts in vLLM"
 	@echo "README.md says how long each takes, and what it downloads."
 
 fast: install-dev lint
@@ -90,7 +90,7 @@ test-pythons:
 
 # The ranks of one engine spin on all processors, and a daemon needs some time beside them: their tests run alone.
 test-vllm: install-vllm
-	$(VLLM_PYTEST) -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder
+	$(VLLM_PYTEST) -m "not alone and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
 	$(VLLM_PYTEST) -m alone
 
 test-lmcache: install-lmcache
@@ -100,8 +100,9 @@ test-lmcache: install-lmcache
 test-sglang: install-sglang
 	$(SGLANG_PYTEST)
 
-nightly: install-rest
+nightly: install-rest install-vllm
 	$(PYTEST) -n 3 -m nightly
+	$(VLLM_PYTEST) -m nightly
 	$(PYTEST) -n 3 -m "not nightly and not live and not slow" --hypothesis-profile=nightly $(RULES_TESTS) tests/fuzz
 
 demo:

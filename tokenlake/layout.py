@@ -16,9 +16,9 @@ L = TypeVar("L", bound="CanonicalFields")
 SCHEMA_VERSION = 1
 """First item of the fingerprint; grows when a field is added or changes its meaning."""
 
-MAX_SHARDS = 8
-"""Maximum number of shards of a segment. The KV heads are cut into gcd(kv_heads, 8) groups, so that engines with tensor
-parallelism 1, 2, 4 and 8 share segments without a setting for it."""
+MAX_SHARDS = 64
+"""Maximum number of shards of a segment. Each KV head is one; more than 64 heads are cut into gcd(kv_heads, 64) groups.
+So engines of all tensor-parallel sizes share segments without a setting for it."""
 
 MAX_SEGMENT_BYTES = 1 << 31
 """Bound on one slot; a layout beyond it is refused before any memory is reserved."""
@@ -167,8 +167,8 @@ class Layout(CanonicalFields, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def shards(self) -> int:
-        """Number of head groups: gcd(kv_heads, 8)."""
-        return math.gcd(self.kv_heads, MAX_SHARDS)
+        """Number of head groups: one for each KV head, gcd(kv_heads, 64) where there are more than 64."""
+        return self.kv_heads if self.kv_heads <= MAX_SHARDS else math.gcd(self.kv_heads, MAX_SHARDS)
 
     @property
     def heads_per_shard(self) -> int:

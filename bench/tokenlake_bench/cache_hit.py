@@ -15,6 +15,7 @@ from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
 from tokenlake_bench.routing.base import SGLANG
 from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
 from tokenlake_bench.sessions import SessionTrace
+from tokenlake_bench.simulation.acts import ACTS, with_acts
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_flash, with_swarms
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
@@ -43,6 +44,7 @@ SIMULATED: Final = (
     *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "route", "pools", "baselines", "model", "gpu"),
     *("tensor_parallel", "chunk_tokens", "balance_threshold", "nvlink"),
     *("rate", "copies", "swarm", "flash_at", "restart_every", "open_loop", "goodput"),
+    *("acts", "acts_right"),
 )
 """Arguments that need simulated engines."""
 
@@ -59,7 +61,8 @@ class CacheHitArguments:
     `copies`: so many copies of the trace run side by side, shifted, with shared templates. `swarm`: number of
     requests in each added swarm of parallel agents. `flash_at`: second from which a share of the requests has a new
     common prefix. `restart_every`: seconds from one restart of an engine to that of
-    the next one in turn. `open_loop`: every request arrives at its recorded time.
+    the next one in turn. `acts`: name of the acts (`simulation.acts`) that the requests carry, None for none;
+    `acts_right`: the share of them that is right. `open_loop`: every request arrives at its recorded time.
     `goodput`: search the highest rate within the objective, in place of the comparison. `pools`: None for `pool`,
     and for `pool-real` where a compared system is real. Raises ConfigurationError for a value out of range."""
 
@@ -87,6 +90,8 @@ class CacheHitArguments:
     swarm: int | None = None
     restart_every: float | None = None
     flash_at: float | None = None
+    acts: str | None = None
+    acts_right: float | None = None
     open_loop: bool = False
     goodput: bool = False
     json_file: Path | None = None
@@ -102,6 +107,10 @@ class CacheHitArguments:
                 raise ConfigurationError(name, value, f"a finite number of {unit} above 0")
         if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
             raise ConfigurationError("flash_at", self.flash_at, "seconds of the workload, at least 0")
+        if self.acts not in (None, *ACTS):
+            raise ConfigurationError("acts", self.acts, f"one of {', '.join(ACTS)}")
+        if self.acts_right is not None and not (self.acts and 0 <= self.acts_right <= 1):
+            raise ConfigurationError("acts_right", self.acts_right, "a share from 0 to 1, beside 'acts'")
         if self.disk_writes_per_day is not None and not 0 <= self.disk_writes_per_day < math.inf:
             raise ConfigurationError("disk_writes_per_day", self.disk_writes_per_day, "a finite number, at least 0")
         for name, least in LEAST.items():
@@ -210,6 +219,9 @@ class CacheHitArguments:
             arrivals = list(with_flash(arrivals, self.flash_at, segment_tokens, self.seed))
         if self.swarm is not None:
             arrivals = list(with_swarms(arrivals, self.swarm, segment_tokens, self.seed))
+        if self.acts is not None:
+            right = 1.0 if self.acts_right is None else self.acts_right
+            arrivals = list(with_acts(arrivals, self.acts, right, self.seed))
         return name, arrivals
 
 

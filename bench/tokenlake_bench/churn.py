@@ -27,7 +27,7 @@ from rich.table import Table
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.load import Answer, Asked, Load, hit_rate
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_share, table, write_json
+from tokenlake_bench.report import format_share, output, table, write_json
 from tokenlake_bench.sizing import layout_of
 from tokenlake_client import Deadlines, Pool
 from tokenlake_server.ca import init_ca, issue
@@ -162,12 +162,12 @@ class Prompts:
 def run_churn(arguments: ChurnArguments, console: Console | None = None) -> list[ChurnResult]:
     """Run all changes and print the table. Raises TokenLakeError: `Unreachable` if etcd is not installed, or a daemon
     does not reach the state that it should."""
-    console = console or Console()
+    console = console or output()
     if etcd_version() is None:
         raise Unreachable("etcd is not installed: a ring that changes needs it (Debian: apt-get install etcd-server)")
     changes = arguments.changes or CHANGES
     results: list[ChurnResult] = []
-    with LiveProgress(console, "churn", arguments.rounds * len(changes)) as progress:
+    with LiveProgress("churn", arguments.rounds * len(changes)) as progress:
         for change in changes:
             rounds: list[ChurnResult] = []
             for number in range(arguments.rounds):

@@ -78,6 +78,8 @@ def bench() -> None:
 @_option("--restart-every", type=float, help="simulate: every so many seconds, the next engine restarts.")
 @_option("--swarm", type=int, help="simulate: every 20 s, add so many requests that share a prefix of 16,384 tokens.")
 @_option("--flash-at", type=float, help="simulate: from this second on, 30 % of the requests share a new prefix.")
+@_option("--acts", help="simulate: acts of a router that knows the prompts to come: outlook, retain, demote or both.")
+@_option("--acts-right", type=float, help="simulate: the share of these acts that is right. [default: 1]")
 @_json
 def cache_hit(**arguments: Any) -> None:
     """Replay a trace against real daemons, compare every byte, and compare with other arrangements of the same memory.

@@ -15,11 +15,10 @@ from typing import Any, Final
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from tokenlake_bench.cache_hit import CacheHitArguments
-from tokenlake_bench.report import format_bytes, format_share
+from tokenlake_bench.report import format_bytes, format_share, output
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import Send, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome
@@ -207,7 +206,7 @@ def main(traces: tuple[Path, ...], limit: int, only: str, processes: int, before
             cells.append(cell)
             json_file.write_text(json.dumps(msgspec.to_builtins(cells), indent=1) + "\n")
             click.echo(f"{len(cells)} of {len(chosen)}: {cell.name}, seed {cell.seed}", err=True)
-    Console().print(table(cells, earlier))
+    output().print(table(cells, earlier))
 
 
 if __name__ == "__main__":

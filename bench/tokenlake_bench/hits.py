@@ -67,8 +67,8 @@ def hit_rows(result: CacheHitResult) -> list[tuple[str, str]]:
     """The rows of the hit rates of the compared arrangements of caches."""
     rates = {
         "private caches, round robin": result.private_token_hit_rate,
-        "private caches, prefix-aware routing": result.private_routed_token_hit_rate,
+        "private caches, perfect router, no queues": result.private_routed_token_hit_rate,
         "pool": result.token_hit_rate,
         "infinite cache": result.ideal_token_hit_rate,
     }
-    return [(f"token hit rate, {name}", format_share(rate)) for name, rate in rates.items()]
+    return [(f"hit rate, {name}", format_share(rate)) for name, rate in rates.items()]

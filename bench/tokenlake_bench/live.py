@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from tokenlake.wire import Code
@@ -22,7 +21,16 @@ from tokenlake_bench.daemons import EVICTED, PATIENT, SENT_BYTES, settle
 from tokenlake_bench.hits import CacheHitResult, hit_rows
 from tokenlake_bench.live_client import WINDOW, LiveClient, Served
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_bytes, format_duration, format_ratio, format_share, table, verdict, write_json
+from tokenlake_bench.report import (
+    format_bytes,
+    format_duration,
+    format_ratio,
+    format_share,
+    output,
+    table,
+    verdict,
+    write_json,
+)
 from tokenlake_bench.sizing import bench_layout, pool_size
 from tokenlake_bench.workload import Workload
 from tokenlake_testing.cluster import Cluster
@@ -91,7 +99,7 @@ class ReplayLog:
 def run_live(arguments: CacheHitArguments) -> bool:
     """Run the replay, print its table, and write the JSON file if the command line names one. An interruption ends the
     replay early; it is reported as far as it got. Raises TokenLakeError."""
-    console = Console()
+    console = output()
     workload = arguments.workload()
     if arguments.trace is None:
         console.print("no --trace: replaying the built-in workload")
@@ -104,7 +112,7 @@ def run_live(arguments: CacheHitArguments) -> bool:
         window = size.window(WINDOW)
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(arguments.nodes)]
         meter = LoadMeter(cluster)
-        progress = stack.enter_context(LiveProgress(console, "replaying", len(workload)))
+        progress = stack.enter_context(LiveProgress("replaying", len(workload)))
         clients = [LiveClient(pool, arguments.seed, window=window) for pool in pools]
         log = _replay(workload, accesses, clients, meter, progress)
         elapsed_s = time.monotonic() - began

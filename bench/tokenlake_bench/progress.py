@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a bar on a terminal, elsewhere a line per tenth of the run."""
+"""Shows the progress of a run on standard error: a bar on a terminal, elsewhere a line per tenth of the run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ LINES = 10
 class LiveProgress:
     """A progress bar as a context manager. `update` takes the finished part of `total` and a status text to show."""
 
-    def __init__(self, console: Console, title: str, total: int) -> None:
-        self._console = console
+    def __init__(self, title: str, total: int, console: Console | None = None) -> None:
+        """`console`: default standard error."""
+        self._console = console = console or Console(stderr=True)
         self._title = title
         self._total = total
         self._lines = 0
@@ -44,7 +45,8 @@ class LiveProgress:
             self._bar.update(self._task, completed=done, status=status)
         elif done * LINES // self._total > self._lines:
             self._lines = done * LINES // self._total
-            self._console.print(f"{self._title}: {done} of {self._total}, {status}", soft_wrap=True)
+            line = f"{self._title}: {done} of {self._total}"
+            self._console.print(f"{line}, {status}" if status else line, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print a line that stays on the terminal, above the progress bar."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +19,14 @@ WIDTH: Final = 78
 """Characters within which a title stays on one line."""
 NAME: Final = 54
 """Characters within which the name of a row does."""
+REDIRECTED: Final = 240
+"""Characters of a line where output goes to a file or a pipe."""
+
+
+def output() -> Console:
+    """Standard output; a table that goes to a file or a pipe keeps its width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=REDIRECTED)
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]], caption: str | None = None) -> Table:
@@ -31,10 +41,14 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]],
         caption_justify="left",
         show_header=bool(head),
         min_width=min(WIDTH, len(title)),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for number, name in enumerate(head or ("", "")):
         whole = not number and names <= NAME
-        made.add_column(name, justify="right" if number else "left", no_wrap=whole, overflow="fold")
+        word = max(map(len, name.split()), default=0)
+        made.add_column(name, justify="right" if number else "left", no_wrap=whole, overflow="fold", min_width=word)
     for row in shown:
         made.add_row(*row)
     return made

@@ -23,7 +23,7 @@ from tokenlake_bench.daemons import PATIENT
 from tokenlake_bench.load import Asked, Load, hit_rate, ideal_rate
 from tokenlake_bench.payload import PayloadIdentity, wrong_bytes
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_duration, format_share, table, write_json
+from tokenlake_bench.report import format_duration, format_share, output, table, write_json
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_bench.workload import BuiltinWorkload
 from tokenlake_client import Deadlines, Pool
@@ -139,7 +139,7 @@ class _Conversations:
 def run_restart(arguments: RestartArguments, console: Console | None = None) -> RestartResult:
     """Run all restarts and print the table. Raises TokenLakeError: `Unreachable` where a daemon does not end or start,
     and after the table where bytes differ."""
-    console = console or Console()
+    console = console or output()
     cluster = Cluster(arguments.nodes, MEMORY, REGION, disk_writes_per_day="0", **PATIENT)
     cluster.deadlines = Deadlines(call_s=CALL_S)
     cluster.give_disks()
@@ -148,7 +148,7 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
     source, restarts = _Conversations(arguments.seed, arguments.nodes), list[Restart]()
     sockets = [node.socket for node in cluster.nodes]
     with (
-        LiveProgress(console, "restarts", len(plan)) as progress,
+        LiveProgress("restarts", len(plan)) as progress,
         cluster,
         Load(sockets, LAYOUT, source, arguments.seed, RATE, cluster.deadlines) as load,
     ):

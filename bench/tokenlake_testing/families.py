@@ -107,6 +107,25 @@ def save_mistral(directory: str | Path, model: TinyModel | None = None, window: 
     return save_network(directory, MistralForCausalLM, config, sizes.seed)
 
 
+def save_chunked(directory: str | Path, model: TinyModel | None = None, chunk: int = 512) -> Path:
+    """A Llama 4 whose last of four layers sees all tokens and whose others see those of their own chunk."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = model or TinyModel()
+    config = Llama4TextConfig(
+        **_dimensions(sizes),
+        head_dim=sizes.hidden // sizes.heads,
+        intermediate_size_mlp=sizes.intermediate,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=chunk,
+        no_rope_layers=[int(layer % 4 != 3) for layer in range(sizes.layers)],
+        use_qk_norm=False,
+    )
+    return save_network(directory, Llama4ForCausalLM, config, sizes.seed)
+
+
 def save_hybrid(directory: str | Path, model: TinyModel | None = None) -> Path:
     """A Qwen3-Next: the last of four layers has attention, the others a recurrent state of linear attention."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM

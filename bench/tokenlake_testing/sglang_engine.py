@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-TIMEOUT_S = 60.0
+BEGUN = "begun"
+"""The name of the request of `begin`."""
+POLL_S = 0.005
 ARGUMENTS = {
     "device": "cpu",
     "dtype": "float32",
@@ -51,6 +54,7 @@ class SGLangEngine:
                 "hicache_storage_backend_extra_config": json.dumps(own),
             }
         self._engine = Engine(model_path=model, **{**ARGUMENTS, **storage, **arguments})
+        self._begun: Any = None
 
     def generate(
         self, prompts: list[list[int]], tokens: int, salt: str | None = None, **ignored: object
@@ -63,6 +67,29 @@ class SGLangEngine:
             "tokens": [answer["output_ids"] for answer in answers],
             "cached": sum(answer["meta_info"]["cached_tokens"] for answer in answers),
         }
+
+    def begin(self, prompt: list[int]) -> None:
+        """Give the engine a request, and do not wait for its answer."""
+
+        async def ask() -> None:
+            sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+            answers = await self._engine.async_generate(
+                input_ids=prompt, sampling_params=sampling, rid=BEGUN, stream=True
+            )
+            async for _ in answers:
+                pass
+
+        async def until_known() -> None:
+            while BEGUN not in self._engine.tokenizer_manager.rid_to_state and not self._begun.done():
+                await asyncio.sleep(POLL_S)
+
+        self._begun = self._engine.loop.create_task(ask())
+        self._engine.loop.run_until_complete(until_known())
+
+    def abort(self) -> None:
+        """Abort the request of `begin`."""
+        self._engine.tokenizer_manager.abort_request(BEGUN)
+        self._engine.loop.run_until_complete(self._begun)
 
     def forget(self) -> bool:
         """Empty SGLang's own cache, on the device and on the host."""

@@ -101,6 +101,26 @@ class VllmEngine:
         engine.abort_request(["moves"])
         return answer
 
+    def begin(self, prompt: list[int]) -> None:
+        """Give the engine a request whose lookup begins, without a step in which a load could begin."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        engine.add_request("begun", {"prompt_token_ids": prompt}, greedy)
+        if self.door() != "connector":
+            # The lookup begins in the first step, which does not wait for its answer.
+            engine.step()
+
+    def abort(self) -> None:
+        """Abort the request of `begin`."""
+        self._llm.llm_engine.abort_request(["begun"])
+        self.idle()
+
+    def idle(self) -> None:
+        """The step that vLLM's server makes after the end of the last request: the connector takes the outcomes."""
+        self._llm.llm_engine.step()
+
     def hinted(self, prompt: list[int], tokens: int, actions: list[dict[str, Any]], salt: str | None) -> list[int]:
         """Generate greedily for one request that carries actions of a router in vLLM's field for them."""
         from vllm import SamplingParams
@@ -185,12 +205,14 @@ class VllmEngine:
         return str(generate_latest(REGISTRY).decode())
 
     def layout(self) -> str:
-        return str(_ours(self._side())[0].layout.encode().hex())
+        """The layout of the engine's segments, in hexadecimal; empty before it is known."""
+        layout = _ours(self._side())[0].layout
+        return "" if layout is None else str(layout.encode().hex())
 
     def door(self) -> str:
         """How the pool serves the engine: "connector" (the model's layout is the pool's), "offloading" (behind vLLM's
         OffloadingConnector), or "none"."""
-        from tokenlake_client.engines.vllm.connector import KnownLayoutConnector
+        from tokenlake_client.engines.vllm.known.connector import KnownLayoutConnector
 
         if self._pool is None:
             return "none"
@@ -213,17 +235,13 @@ class VllmEngine:
     def slow_loads(self, seconds: float) -> None:
         """Make every load of a segment into the engine take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
-            chunks = getattr(getattr(rank, "connector_worker", None), "worker", None)
-            self._slow_loads(rank._worker._copy if chunks is None else chunks.chunks._copy, seconds)
-
-    def _slow_loads(self, copy: Any, seconds: float) -> None:
-        copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
+            copy = rank.on_rank()._copy
+            copy.from_slot = _after(seconds, type(copy).from_slot.__get__(copy))
 
     def slow_saves(self, seconds: float) -> None:
-        """Make every copy of a segment out of the engine's blocks take `seconds` longer from now on. Only for the
-        connector of models whose layout the pool knows."""
+        """Make every copy of a segment out of the engine's blocks take `seconds` longer from now on."""
         for rank in _ours(self._rank()):
-            copy = rank._worker._copy
+            copy = rank.on_rank()._copy
             copy.to_slot = _after(seconds, type(copy).to_slot.__get__(copy))
 
     def expect_prefill(self, token_s: float) -> None:

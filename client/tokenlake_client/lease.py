@@ -8,7 +8,8 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,16 @@ class _Pin:
 
     def __del__(self) -> None:
         self._lease._unpin(self._start, self._stop)
+
+
+class LeaseParts(NamedTuple):
+    """Some parts of a lease, to which another process attaches alone (`EngineCalls.attach`)."""
+
+    ids: tuple[LeaseId, ...]
+    hits: int
+    """The number of segments of these parts."""
+    within: dict[int, int]
+    """For segments of the lease, the index of each in these parts."""
 
 
 class Lease:
@@ -190,6 +201,20 @@ class Lease:
         except BaseException:
             pending.cancel()
             raise
+
+    def parts_of(self, segments: Collection[int]) -> LeaseParts:
+        """The parts that hold these of the leased segments. A process that attaches needs them alone, and would not
+        find the segments behind a part all of whose segments are released."""
+        within: dict[int, int] = {}
+        ids, hits, begin = [], 0, 0
+        for hold, end in zip(self._holds, self._ends, strict=True):
+            own = [at for at in segments if begin <= at < end]
+            if own:
+                ids.append(hold.id)
+                within.update((at, hits + at - begin) for at in own)
+                hits += end - begin
+            begin = end
+        return LeaseParts(tuple(ids), hits, within)
 
     def begin_nodes(self) -> PendingNodes:
         """Ask the daemon which nodes have the leased segments, without waiting: `PendingNodes.poll` returns the answer.

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+CONSOLIDATED = "consolidated"
+"""The prefix of the names of weight files in Mistral's format, which engines may prefer to all other formats."""
+RANDOM_BYTES = 16
 CODE_SUFFIX = ".py"
 """The suffix of files with model code in the directory of the weights. Such code is part of the computation, so the
 weights digest covers it."""
@@ -95,6 +99,12 @@ def digest_of_version(digest: str, version: str) -> str:
     return _digest_of_json([SCHEMA_VERSION, "version", digest, version])
 
 
+def random_version() -> str:
+    """A version of weights that changed in place, under which nothing is shared with other engines or with earlier
+    versions. The values of a counter would repeat in another engine or after a restart."""
+    return f"random {secrets.token_hex(RANDOM_BYTES)}"
+
+
 def digest_of_changes(digest: str, changes: Mapping[str, object]) -> str:
     """Hex digest of the weights `digest` with settings that differ from those of their directory; `digest` itself
     without `changes`. `changes`: JSON values by the name of the setting."""
@@ -104,6 +114,11 @@ def digest_of_changes(digest: str, changes: Mapping[str, object]) -> str:
 def weight_files(directory: Path) -> list[Path]:
     """The files in `directory` that hold weights, sorted by name."""
     return sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+
+
+def weight_formats(directory: Path) -> int:
+    """The number of formats in which `directory` holds the weights; an engine's load format chooses one of them."""
+    return len({(path.suffix, path.name.startswith(CONSOLIDATED)) for path in weight_files(directory)})
 
 
 def _further_files(root: Path) -> list[Path]:

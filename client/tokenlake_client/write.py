@@ -176,9 +176,9 @@ class Write:
         self._seal()
 
     def commit(self, shards: int | None = None) -> bytes:
-        """Publish all slots and return the codes. `shards`: bit mask of the shards that this process filled (default:
-        all). Computes the checksums of slots that `fill` did not fill. Raises `Unreachable`; it is then unknown whether
-        the slots were published."""
+        """Publish all slots and return the codes. `shards`: bit mask of the shards that this process filled, which are
+        consecutive (default: all). Computes the checksums of slots that `fill` did not fill. Raises `Unreachable`; it
+        is then unknown whether the slots were published."""
         if self._done:
             return bytes(self.codes)
         mask = (1 << self._shards) - 1 if shards is None else shards

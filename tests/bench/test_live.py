@@ -119,7 +119,7 @@ def test_too_small_a_pool_is_refused_with_what_is_needed() -> None:
 
 def test_without_a_terminal_progress_is_a_line_per_tenth() -> None:
     out = io.StringIO()
-    with LiveProgress(Console(file=out, width=80), "replaying", 50) as progress:
+    with LiveProgress("replaying", 50, Console(file=out, width=80)) as progress:
         for done in range(1, 51):
             progress.update(done, "fine")
     lines = out.getvalue().splitlines()

@@ -225,6 +225,9 @@ def test_options_of_engines_and_router_reach_pool_and_routers() -> None:
         ("simulate", ["--tensor-parallel", "3"], "setting 'tensor_parallel' is 3"),
         ("simulate", ["--chunk-tokens", "255"], "setting 'chunk_tokens' is 255"),
         ("simulate", ["--balance-threshold", "-1"], "setting 'balance_threshold' is -1"),
+        ("simulate", ["--acts", "pin"], "setting 'acts' is 'pin'"),
+        ("simulate", ["--acts-right", "0.5"], "setting 'acts_right' is 0.5"),
+        ("simulate", ["--acts", "both", "--acts-right", "1.5"], "setting 'acts_right' is 1.5"),
         ("simulate", ["--trace", "absent.jsonl"], "absent.jsonl"),
         ("live", ["--limit", "0"], "setting 'limit' is 0"),
         ("live", ["--segment-tokens", "0"], "setting 'segment_tokens' is 0"),
@@ -255,6 +258,7 @@ def test_a_wrong_argument_is_one_line_that_names_it(mode: str, arguments: list[s
         ["--chunk-tokens", "512"],
         ["--balance-threshold", "1"],
         ["--nvlink"],
+        ["--acts", "both"],
     ],
 )
 def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None:

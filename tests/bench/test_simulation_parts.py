@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tokenlake.hints import DEMOTE, RETAIN
 from tokenlake.keys import KEY_BYTES
+from tokenlake_bench.simulation.acts import with_acts
 from tokenlake_bench.simulation.arrivals import FLASH_SHARE, Arrival, keys_of, merged, with_flash, with_swarms
 from tokenlake_bench.simulation.network import Link, Network
 from tokenlake_testing.clock import Clock
@@ -99,6 +101,15 @@ def test_the_requests_of_a_flash_crowd_share_one_new_prefix() -> None:
     behind = [number for chain in chains for number in chain[12:]]
     assert len(behind) == len(set(behind)) == 2 * len(joined)
     assert not {number for each in plain for number in each.chain.tolist()} & {*behind, *chains[0]}
+
+
+def test_acts_name_the_prompts_that_go_on() -> None:
+    """The second request continues the first one; the third shares its first segment only."""
+    plain = [Arrival(float(at), 2000, np.array(numbers)) for at, numbers in enumerate([[0, 1], [0, 1, 2], [0, 3], []])]
+    said = [each.hints for each in with_acts(plain, "both", 1.0, seed=0)]
+    assert said == [RETAIN, DEMOTE, DEMOTE, DEMOTE]
+    assert [each.hints for each in with_acts(plain, "both", 0.0, seed=0)] == [DEMOTE, RETAIN, RETAIN, RETAIN]
+    assert [each.hints for each in with_acts(plain, "demote", 1.0, seed=0)] == [None, DEMOTE, DEMOTE, DEMOTE]
 
 
 def test_the_requests_of_a_swarm_share_one_new_prefix() -> None:

@@ -9,7 +9,7 @@ from tokenlake_client.checksums import copy_with_checksums, shard_checksums
 from tokenlake_client.parallel_copy import ParallelCopy
 
 
-@pytest.mark.parametrize("shards", [1, 4, 8])
+@pytest.mark.parametrize("shards", [1, 8, 32, 64])
 @pytest.mark.parametrize("nbytes", [4096, 1 << 20, (9 << 20) + 64])
 def test_copies_and_their_checksums(shards: int, nbytes: int) -> None:
     """Among the sizes are shards larger than the processor's cache, which are hashed in pieces."""

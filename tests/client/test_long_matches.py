@@ -190,6 +190,25 @@ def test_a_match_is_polled_and_attached_to(cluster: Cluster, stored: Stored) -> 
         all_given_back(cluster, 0, pool)
 
 
+def test_a_load_attaches_to_the_parts_that_it_needs(cluster: Cluster, stored: Stored) -> None:
+    """The others end with the release of their segments."""
+    count = len(stored.found)
+    with (
+        join(cluster, 0, stored.layout) as pool,
+        join(cluster, 0, stored.layout, session=pool, verify=True) as rank,
+        pool.match(stored.asked, stored.options, deadline_s=PATIENT_S) as lease,
+    ):
+        needed = [count - 2, count - 1]
+        lease.release(0, count - 2)
+        parts = lease.parts_of(needed)
+        assert len(parts.ids) < len(lease.ids)
+        attached = rank.engine.attach(*parts.ids)
+        assert attached.hits == parts.hits
+        start = parts.within[count - 2]
+        assert wrong(attached.fetch(start, start + 2, deadline_s=LIMIT_S), stored.found[count - 2 :]) == 0
+        attached.release()
+
+
 def test_a_prefix_match_ends_at_the_first_missing_segment(cluster: Cluster, prompt: Stored, spread: Stored) -> None:
     with cluster.connect(0, TINY) as pool:
         keys, other = prompt.found, pool.prefix(range(5, 5 + LONG)).keys

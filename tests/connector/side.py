@@ -7,11 +7,12 @@ from typing import Any
 
 from tests.connector.fakes import FakePool, FakeRequest
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.disaggregated import Offer
-from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
-from tokenlake_client.engines.vllm.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.known.disaggregated import Offer
+from tokenlake_client.engines.vllm.known.request import RequestEnd, ScheduledPart
+from tokenlake_client.engines.vllm.known.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.known.step_plan import StepPlan, StepReport
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadTime, StepPlan, StepReport
 
 SEGMENT, BLOCK = 8, 4
 SEGMENT_BYTES = 1 << 20

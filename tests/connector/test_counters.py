@@ -11,6 +11,7 @@ from tests.connector.side import SEGMENT, Bench, blocks_of, know, request
 from tokenlake_client.engines.vllm.counters import (
     COUNTS,
     MAX_SAMPLES,
+    PREFIX,
     TIMES,
     Counts,
     EngineCounters,
@@ -98,7 +99,7 @@ def test_samples_are_bounded() -> None:
 
 def test_declarations() -> None:
     assert list(COUNTS) == [field.name for field in dataclasses.fields(Counts)]
-    series = [count.series for count in COUNTS.values()]
+    series = [count.series(PREFIX) for count in COUNTS.values()]
     assert len(series) == len(set(series))
     assert not TIMES.keys() & COUNTS.keys()
     assert all(

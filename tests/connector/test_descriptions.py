@@ -11,7 +11,7 @@ from tests.connector.side import ABORTED, MODEL, SEGMENT, Bench, request
 from tokenlake.content import contents_of
 from tokenlake.hints import Hints, Outlook
 from tokenlake_client.engines.vllm.adapters import RequestAdapter
-from tokenlake_client.engines.vllm.request import RequestEnd
+from tokenlake_client.engines.vllm.known.request import RequestEnd
 
 AGENT = Hints(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
 AGENT_ENDED = Hints(Outlook.GOES_ON, "agent", "stop", 1, 600.0, 5)

@@ -11,7 +11,7 @@ from tests.connector.fakes import FakeRequest
 from tests.connector.side import SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
-from tokenlake_client.engines.vllm.disaggregated import (
+from tokenlake_client.engines.vllm.known.disaggregated import (
     EXPECTED_S,
     LEAST_WAIT_S,
     MAX_KEYS,
@@ -24,11 +24,12 @@ from tokenlake_client.engines.vllm.disaggregated import (
     Split,
     TailRoom,
     has_tail,
-    is_split,
     split_of,
 )
-from tokenlake_client.engines.vllm.request import RequestEnd
-from tokenlake_client.engines.vllm.step_plan import LoadTime, SavePlan, StepPlan
+from tokenlake_client.engines.vllm.known.request import RequestEnd
+from tokenlake_client.engines.vllm.known.step_plan import SavePlan, StepPlan
+from tokenlake_client.engines.vllm.load_worker import LoadTime
+from tokenlake_client.engines.vllm.served_request import is_split
 
 PREFILLS = Split(decodes_elsewhere=True)
 LENGTH = RequestEnd(complete=True, stop_reason="length", output_tokens=1)

@@ -15,7 +15,7 @@ from tokenlake.hints import MAX_PIN_S, Hints, Outlook
 from tokenlake_client.engines.common import kv_hints
 from tokenlake_client.engines.common.kv_hints import Bring, acts_of, envelope_of
 from tokenlake_client.engines.vllm.counters import COUNTS
-from tokenlake_client.engines.vllm.request import RequestEnd
+from tokenlake_client.engines.vllm.known.request import RequestEnd
 
 
 class Action(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit
-from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, RETRY_S, LoadCosts, Owner, PrefillSteps
-from tokenlake_client.engines.vllm.request import ScheduledPart
-from tokenlake_client.engines.vllm.step_plan import LoadTime
+from tokenlake_client.engines.vllm.known.load_cost import HERE, LOCAL, RETRY_S, LoadCosts, Owner, PrefillSteps
+from tokenlake_client.engines.vllm.known.request import ScheduledPart
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 
 SEGMENT, BYTES = 8, 1000
 TOKEN_S = 1e-3

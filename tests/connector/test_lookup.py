@@ -14,11 +14,12 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake_client import MatchOptions
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S, NO_WAIT
-from tokenlake_client.engines.vllm.in_flight_waits import MAX_WAITING
-from tokenlake_client.engines.vllm.load_cost import HERE, LOCAL, Owner
-from tokenlake_client.engines.vllm.lookup import SILENT_S, Lookup
-from tokenlake_client.engines.vllm.request import RequestEnd
-from tokenlake_client.engines.vllm.step_plan import LoadTime
+from tokenlake_client.engines.vllm.known.in_flight_waits import MAX_WAITING
+from tokenlake_client.engines.vllm.known.load_cost import HERE, LOCAL, Owner
+from tokenlake_client.engines.vllm.known.lookup import Lookup
+from tokenlake_client.engines.vllm.known.request import RequestEnd
+from tokenlake_client.engines.vllm.load_worker import LoadTime
+from tokenlake_client.engines.vllm.polled_match import SILENT_S
 
 DEADLINE_S = 0.020
 TOKENS = 100

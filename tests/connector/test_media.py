@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.vllm.request import media_digests, unnamed_media
+from tokenlake_client.engines.vllm.known.request import media_digests
+from tokenlake_client.engines.vllm.served_request import unnamed_media
 
 A, B = "a" * 64, "b" * 64
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tokenlake.errors import LayoutRefused
-from tokenlake.layout import Layout
-from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
+from tokenlake.layout import MAX_SHARDS, Layout
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
+from tokenlake_client.engines.vllm.known.step_plan import StepReport
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 
 
 def layout(heads: int) -> Layout:
@@ -23,7 +26,24 @@ def layout(heads: int) -> Layout:
     )
 
 
-@pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 2), (32, 4), (2, 4), (8, 16), (1, 8), (24, 8)])
+SIZES = {
+    1: (1, 8, 64),
+    2: (1, 2, 4, 64),
+    4: (1, 4, 16, 64),
+    8: (1, 2, 4, 8, 16, 32, 64),
+    10: (1, 2, 5, 10, 20, 40),
+    16: (1, 8, 16, 32, 64),
+    32: (1, 2, 4, 8, 16, 32, 64),
+    40: (1, 5, 8, 10, 20, 40),
+    64: (1, 2, 4, 8, 16, 32, 64),
+    96: (1, 8, 16, 32),
+    128: (1, 8, 64),
+}
+"""Tensor-parallel sizes, by number of KV heads: 1 of multi-query models, 8 of Llama 3 and Qwen 2.5, 10 of Phi 4, 32, 40
+and 64 of models with multi-head attention."""
+
+
+@pytest.mark.parametrize(("heads", "size"), [(heads, size) for heads, sizes in SIZES.items() for size in sizes])
 def test_each_shard_is_written_once(heads: int, size: int) -> None:
     shape = layout(heads)
     ranks = [rank_shards(shape, rank, size) for rank in range(size)]
@@ -35,7 +55,25 @@ def test_each_shard_is_written_once(heads: int, size: int) -> None:
     assert held == max(heads, size)
 
 
-@pytest.mark.parametrize(("heads", "size"), [(12, 6), (3, 6), (8, 3), (6, 4)])
+@given(heads=st.integers(1, MAX_SHARDS), factor=st.integers(1, MAX_SHARDS), replicated=st.booleans())
+def test_every_size_of_vllm_has_whole_shards(heads: int, factor: int, replicated: bool) -> None:
+    """Of up to 64 heads: the sizes that divide their number, and its multiples."""
+    size = heads * factor if replicated else max(each for each in range(1, factor + 1) if heads % each == 0)
+    shape = layout(heads)
+    ranks = [rank_shards(shape, rank, size) for rank in range(size)]
+    assert [rank.first for rank in ranks] == [rank * heads // size for rank in range(size)]
+    assert sum(rank.mask for rank in ranks if rank.writes) == (1 << heads) - 1
+
+
+def test_16_ranks_of_8_heads() -> None:
+    """Pairs of ranks hold one head, which the first of each pair stores and both load."""
+    ranks = [rank_shards(layout(8), rank, 16) for rank in range(16)]
+    assert [rank.first for rank in ranks] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+    assert [rank.writes for rank in ranks] == [True, False] * 8
+    assert {rank.writers for rank in ranks} == {8}
+
+
+@pytest.mark.parametrize(("heads", "size"), [(8, 3), (6, 4), (96, 12), (128, 128)])
 def test_partial_shards_are_refused(heads: int, size: int) -> None:
     with pytest.raises(LayoutRefused, match=f"tensor parallel size {size}"):
         rank_shards(layout(heads), 0, size)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.hints import Hints, Outlook
-from tokenlake_client.engines.vllm.request import hints_of, loadable_segments, loadable_until
+from tokenlake_client.engines.vllm.known.request import loadable_segments, loadable_until
+from tokenlake_client.engines.vllm.served_request import hints_of
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda shape: (shape[0] * shape[1] * 4, shape[1] * 4))
 AGENT = Hints(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)

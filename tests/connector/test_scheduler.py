@@ -11,10 +11,10 @@ from tests.connector.fakes import FakePool, FakeRequest
 from tests.connector.side import ABORTED, TOKEN_S, Bench, blocks_of, know, prefill, request
 from tokenlake.errors import Unreachable
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.request import ScheduledPart
-from tokenlake_client.engines.vllm.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.known.request import ScheduledPart
+from tokenlake_client.engines.vllm.known.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.known.step_plan import StepReport
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import StepReport
 
 
 def test_a_hit_is_loaded_and_the_rest_stored() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tests.connector.side import CHEAP, DEAR, ENOUGH, SEGMENT, TOKEN_S, Bench, blocks_of, know, load, prefill, request
 from tokenlake.planner.costs import LEAST_FETCH_S
-from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
+from tokenlake_client.engines.vllm.known.step_plan import StepReport
+from tokenlake_client.engines.vllm.load_worker import LoadTime
 
 
 def test_weigh_loads_false_loads_every_hit() -> None:

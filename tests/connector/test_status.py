@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tokenlake_client.engines.vllm.status import PoolStatus
+from tokenlake_client.engines.common.status import PoolStatus
 
 NAME = "test of the status"
 CONNECTED = "TokenLake: connected to the pool: node a at /run/lake.sock"

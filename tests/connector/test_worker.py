@@ -20,16 +20,17 @@ from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine
 from tokenlake_client.engines.vllm import load_worker as load_module
 from tokenlake_client.engines.vllm import save_worker as save_module
-from tokenlake_client.engines.vllm import worker as worker_module
 from tokenlake_client.engines.vllm.adapters import LoadedAdapters
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
+from tokenlake_client.engines.vllm.known import worker as worker_module
+from tokenlake_client.engines.vllm.known.load_cost import MAX_STEPS
+from tokenlake_client.engines.vllm.known.ranks import RankShards
+from tokenlake_client.engines.vllm.known.step_plan import LoadPlan, SavePlan, StepPlan
+from tokenlake_client.engines.vllm.known.worker import StepTimer, UnservedWorker, WorkerSide
 from tokenlake_client.engines.vllm.load_worker import LEAST_LEFT_S, load_parts
-from tokenlake_client.engines.vllm.ranks import RankShards
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, Part, SavePlan, StepPlan
-from tokenlake_client.engines.vllm.worker import StepTimer, UnservedWorker, WorkerSide
 from tokenlake_client.lease import Lease
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 

@@ -12,10 +12,10 @@ import torch
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.common.slots import slot_whole
-from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, BlockCache, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.copies import DeviceCopy, HostCopy
-from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.known.blocks import BLOCK_VIEWS, BlockCache, block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.known.ranks import RankShards, rank_shards
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_testing.cpu_device import CpuDevice
 
 LAYERS, HEADS, DIM, SEGMENT, BLOCK, BLOCKS = 3, 4, 8, 16, 8, 6

@@ -216,6 +216,95 @@ def test_a_manager_that_was_stopped() -> None:
     assert made.refusals == ["the reason"]
 
 
+# -- tails
+
+TAILS = [key(number) for number in (10, 11)]
+
+
+def ask_tails(made: Made, *keys: bytes) -> list[Found]:
+    """vLLM's questions for tails in one step."""
+    found = [made.manager.lookup_tail("r", each) for each in keys or TAILS]
+    waits = made.manager.tails_wait("r")
+    assert waits is bool({RETRY, PENDING} & set(found))
+    assert made.manager.flush(TIMEOUT_S)
+    made.now += 0.001
+    return found
+
+
+def test_tails_have_a_lookup_of_their_own() -> None:
+    """One load takes chunks and tails."""
+    made = Made(*KEYS[1:], TAILS[1])
+    assert made.find() == [MISS, HIT, HIT, HIT]
+    assert ask_tails(made) == [RETRY, RETRY]
+    assert ask_tails(made) == [MISS, HIT]
+    assert [count for count, _ in made.pool.asked] == [4, 2]
+    assert made.pool.asked[1][1].counted_keys == 0
+    job = made.manager.prepare_load("r", [KEYS[2], TAILS[1]])
+    assert job.segments == (1, 3)
+    assert len(job.leases) == 2
+    assert [made.pool.leased(lease) for lease in (0, 1)] == [[1], [0]]
+    assert made.manager.lookup_tail("r", TAILS[1]) is MISS, "a request loads once"
+    made.manager.complete_load("r")
+    assert [made.pool.leased(lease) for lease in (0, 1)] == [[], []]
+
+
+def test_a_tail_alone() -> None:
+    """The ranks do not attach to a lease that holds nothing any more."""
+    made = Made(*KEYS, TAILS[0])
+    assert made.find() == [HIT] * 4
+    ask_tails(made)
+    assert ask_tails(made) == [HIT, MISS]
+    job = made.manager.prepare_load("r", TAILS[:1])
+    assert (job.segments, len(job.leases)) == ((0,), 1)
+
+
+def test_tails_on_another_node() -> None:
+    made = Made(*TAILS)
+    made.elsewhere()
+    assert ask_tails(made) == [RETRY, RETRY]
+    found = ask_tails(made)
+    assert found == [PENDING, PENDING]
+    until = time.monotonic() + TIMEOUT_S
+    while found != [HIT, HIT]:
+        made.manager.step_ends([], [])
+        assert time.monotonic() < until
+        found = ask_tails(made)
+
+
+def test_late_tails_leave_the_chunks() -> None:
+    made = Made(*KEYS, *TAILS, match_ms=50.0)
+    assert made.find() == [HIT] * 4
+    made.pool.daemon.freeze()
+    ask_tails(made)
+    assert ask_tails(made) == [RETRY, RETRY]
+    made.now += 0.06
+    assert ask_tails(made) == [MISS, MISS]
+    made.pool.daemon.thaw()
+    assert made.find() == [HIT] * 4
+    assert made.manager.prepare_load("r", KEYS).segments == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("end", ["begins", "ends", "is preempted"])
+def test_a_request_that_does_not_load_its_tails_releases_them(end: str) -> None:
+    made = Made(*TAILS)
+    ask_tails(made)
+    assert ask_tails(made) == [HIT, HIT]
+    if end == "begins":
+        made.manager.step_ends(["r"], [])
+    elif end == "ends":
+        made.manager.finished("r")
+    else:
+        made.manager.step_ends([], ["r"])
+    assert made.pool.leased() == []
+
+
+def test_the_leading_chunks_that_the_pool_has() -> None:
+    made = Made(*KEYS[:2], KEYS[3])
+    assert made.manager.leading("r", KEYS) == 0
+    made.find()
+    assert [made.manager.leading("r", keys) for keys in (KEYS, KEYS[1:], KEYS[:1], [])] == [2, 1, 1, 0]
+
+
 # -- loads
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tokenlake_client.engines.vllm.copies import Copy, DeviceCopy, HostCopy
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_testing.cpu_device import CpuDevice
 
 BLOCKS = 6

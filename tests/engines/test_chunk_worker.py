@@ -25,10 +25,10 @@ from tokenlake_client.engines.vllm.offloading.chunks import (
     whole_chunks,
 )
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import MatchOptions
 from tokenlake_client.testing import MemoryPool
@@ -192,6 +192,30 @@ def test_what_was_stored_is_loaded_into_other_blocks(pools: Scene) -> None:
     assert not rank.groups[0][0].pages[[0, 1, 2, 3]].any(), "no other block is written"
     counts = rank.counters.read()
     assert (counts.tokens_stored, counts.tokens_loaded, counts.failures) == (96, 96, 0)
+
+
+@pytest.mark.parametrize("count", [2, 16, 64])
+def test_each_rank_has_its_own_shard(count: int) -> None:
+    """The ranks store in any order, and each loads what it stored."""
+    pools = Scene(count)
+    ranks = [Rank(pools, shard, seed=shard) for shard in range(count)]
+    expected = [rank.contents(0, [1, 2, 3, 4]) + rank.contents(1, [9, 8]) for rank in ranks]
+    reservation = pools.pool.engine.reserve(KEYS)
+    for rank in ranks[1::2] + ranks[::2]:
+        assert not pools.stored()
+        rank.worker.submit_store(1, STORED, store(pools, int(reservation.id)))
+        assert rank.finished(1) == set()
+    reservation.release()
+    assert set(pools.stored()) == {0, 1, 2}
+    job = load(pools)
+    for rank, contents in zip(ranks, expected, strict=True):
+        rank.clear()
+        rank.worker.submit_load(2, job, STORED)
+        assert rank.finished(2) == set()
+        loaded = rank.contents(0, [1, 2, 3, 4]) + rank.contents(1, [9, 8])
+        assert all(np.array_equal(one, other) for one, other in zip(contents, loaded, strict=True))
+        assert rank.reports == []
+        rank.worker.close(TIMEOUT_S)
 
 
 def test_a_chunk_whose_first_block_was_given_up_is_not_stored(pools: Scene) -> None:

@@ -21,14 +21,15 @@ from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client.engines.devices.base import Device, DeviceFailed
 from tokenlake_client.engines.devices.cuda import CudaDevice
-from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
 from tokenlake_client.engines.vllm.copies import DeviceCopy
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
+from tokenlake_client.engines.vllm.known.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.known.ranks import RankShards, rank_shards
+from tokenlake_client.engines.vllm.known.step_plan import LoadPlan, SavePlan, StepPlan
+from tokenlake_client.engines.vllm.known.worker import WorkerSide
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, Part, SavePlan, StepPlan
-from tokenlake_client.engines.vllm.worker import WorkerSide
 from tokenlake_client.regions import Mapping
 from tokenlake_testing.cpu_device import CpuDevice
 from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes

@@ -10,7 +10,7 @@ from tests.engines.chunk_pool import layout_of
 from tests.engines.faulty_pool import opened
 from tests.robustness.live import wait_until
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.sglang.leases import HeldLeases
+from tokenlake_client.engines.common.held_leases import HeldLeases
 from tokenlake_client.lease import Lease
 from tokenlake_client.testing import MemoryPool
 

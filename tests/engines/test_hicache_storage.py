@@ -63,7 +63,7 @@ class Engines:
         return backend
 
     def ready(self, backend: Any) -> bool:
-        return all(side.connection.pool is not None for side in backend._sides.values())
+        return all(side.pages.connection.pool is not None for side in backend._sides.values())
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_the_lease_of_a_lookup_lasts_until_the_read(engines: Engines) -> None:
     assert second.batch_exists(pages) == 6
     side = second._sides["kv"]
     # Nothing is evicted between both, whatever other engines need.
-    keys = side.pages._keys(side.connection.pool, pages)
+    keys = side.pages._keys(side.pages.connection.pool, pages)
     engines.daemon.evict(keys)
     assert second.batch_get_v1(pages[:4], indices(0, 1, 2, 3)) == [True] * 4
     assert second.batch_get_v1(pages[4:], indices(4, 5)) == [True] * 2
@@ -122,7 +122,7 @@ def test_the_lease_of_an_aborted_request_ends(engines: Engines) -> None:
 def test_a_lost_page_shortens_the_hit(engines: Engines) -> None:
     backend, pages, _ = stored(engines)
     side = backend._sides["kv"]
-    engines.daemon.evict(side.pages._keys(side.connection.pool, pages[2:3]))
+    engines.daemon.evict(side.pages._keys(side.pages.connection.pool, pages[2:3]))
     assert backend.batch_get_v1(pages, indices(*range(10, 16))) == [True, True, False, False, False, False]
     assert backend.counts.loads_failed == 1
     assert backend.batch_exists(pages) == 2
@@ -131,7 +131,7 @@ def test_a_lost_page_shortens_the_hit(engines: Engines) -> None:
 def test_a_corrupt_page_is_not_read(engines: Engines) -> None:
     backend, pages, _ = stored(engines, verify=True)
     side = backend._sides["kv"]
-    pool = side.connection.pool
+    pool = side.pages.connection.pool
     with pool.match(side.pages._keys(pool, pages)) as lease:
         place = lease.places[3]
         pool.link.regions.get(int(place["region"]), write=True).slots[place["slot"]] ^= 1
@@ -306,8 +306,8 @@ def test_weights_that_change_in_place(engines: Engines) -> None:
     assert len(backend._sides["kv"].pages.leases) == 0
     # A lookup that was under way keeps a lease on pages of the old weights.
     side = backend._sides["kv"]
-    old = side.connection.pool.match(
-        side.connection.pool.opaque_keys((side.pages._kind.group, bytes.fromhex(page)) for page in pages)
+    old = side.pages.connection.pool.match(
+        side.pages.connection.pool.opaque_keys((side.pages._kind.group, bytes.fromhex(page)) for page in pages)
     )
     assert old.hits == 6
     side.pages.leases.hold({page: index for index, page in enumerate(pages)}, old)
@@ -360,7 +360,7 @@ def test_128_pages_take_one_match_and_few_prepares(engines: Engines) -> None:
 
 def test_keys_are_of_the_client(engines: Engines) -> None:
     backend, pages, _ = stored(engines)
-    pool = backend._sides["kv"].connection.pool
+    pool = backend._sides["kv"].pages.connection.pool
     keys: list[SegmentKey] = backend._sides["kv"].pages._keys(pool, pages)
     assert len(set(keys)) == 6
     assert not backend.exists("0" * 64)

@@ -62,18 +62,3 @@ def test_another_process_uses_the_computed_segments(node: Node, model: Any) -> N
     assert tokens == expected
     # The first prompt ends with a segment, whose last token is left to compute.
     assert (hit, failures) == ((4 + 5 * (PROMPTS - 1)) * SEGMENT, 0)
-
-
-def test_a_killed_daemon_changes_no_token(node: Node, model: Any) -> None:
-    ids = prompts()[0]
-    expected = greedy(model.generate, ids)
-    with TokenLakeEngine(model, node.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT)) as engine:
-        assert greedy(engine.generate, ids) == expected
-        node.kill()
-        assert greedy(engine.generate, ids) == expected
-        node.start()
-        hits = engine.counts.tokens_hit
-        # The engine does not use a failed pool for a second, and its client reconnects meanwhile.
-        while engine.counts.tokens_hit == hits:
-            assert greedy(engine.generate, ids) == expected
-            engine.flush(20)

@@ -77,7 +77,7 @@ class Server:
 
     @property
     def leases(self) -> int:
-        return sum(len(kept.store.leases) for kept in self.adapter._forms.values())
+        return sum(len(kept.leases) for kept in self.adapter._forms.values())
 
 
 def wait_for(descriptor: int) -> None:
@@ -166,7 +166,7 @@ def test_a_corrupt_object_is_not_loaded(servers: Servers) -> None:
     server.store(keys(4), written(4))
     (kept,) = server.adapter._forms.values()
     pool = kept.connection.pool
-    with pool.match(kept.store._keys(pool, [name_of(key) for key in keys(4)])) as lease:
+    with pool.match(kept._keys(pool, [name_of(key) for key in keys(4)])) as lease:
         place = lease.places[1]
         pool.link.regions.get(int(place["region"]), write=True).slots[place["slot"]] ^= 1
     assert server.find(keys(4)) == [True] * 4

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tokenlake_client.engines.vllm.identity import check_machines
 
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.vllm.offloading.identity import (
@@ -72,6 +73,16 @@ def test_a_vllm_without_cache_layouts_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "the cache cannot be identified: " in facts.refusal
 
 
-def test_more_ranks_than_shards_are_refused() -> None:
+def test_up_to_64_ranks_have_a_layout() -> None:
+    """The text of the cache has room for the digests of 64 ranks and for many groups of layers."""
+    engine = replace(ENGINE, ranks=64, cache={"groups": [["SlidingWindowSpec", 16]] * 32})
+    reports = [RankFacts(rank, 400, f"{rank:032x}") for rank in range(65)]
+    assert opaque_layout(engine, reports[:64]).shards == 64
     with pytest.raises(LayoutRefused, match="shards"):
-        opaque_layout(replace(ENGINE, ranks=9), [RankFacts(rank, 400, "a") for rank in range(9)])
+        opaque_layout(replace(engine, ranks=65), reports)
+
+
+def test_ranks_on_several_machines_are_refused() -> None:
+    check_machines(SimpleNamespace(nnodes_within_dp=1))
+    with pytest.raises(LayoutRefused, match="'nnodes' puts the ranks on 2 machines"):
+        check_machines(SimpleNamespace(nnodes_within_dp=2))

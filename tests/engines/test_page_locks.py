@@ -21,10 +21,10 @@ from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outco
 from tokenlake.memory.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
 from tokenlake_client.engines.vllm.copies import DeviceCopy
-from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.known.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.regions import Mapping, Window
 from tokenlake_testing.cpu_device import CpuDevice
 from tokenlake_testing.pinned_memory import mapped_at

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engines.hicache import Config, HostPool
 from tokenlake.errors import LayoutRefused
+from tokenlake_client.engines.common.page_settings import PageSettings
 from tokenlake_client.engines.sglang.hits import SidePool, needed, restorable
 from tokenlake_client.engines.sglang.identity import (
     CACHE_SETTINGS,
@@ -23,9 +24,8 @@ from tokenlake_client.engines.sglang.identity import (
     pool_facts,
     weights_digest_of,
 )
-from tokenlake_client.engines.sglang.settings import StorageSettings
 
-SETTINGS = StorageSettings()
+SETTINGS = PageSettings()
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def facts(tmp_path: Path) -> EngineFacts:
     return EngineFacts("sglang 1", str(tmp_path), None, None, "auto", False, None, None, values)
 
 
-def fingerprint(facts: EngineFacts, settings: StorageSettings = SETTINGS) -> bytes:
+def fingerprint(facts: EngineFacts, settings: PageSettings = SETTINGS) -> bytes:
     pool = pool_facts("kv", HostPool(), Config(), part_bytes=(64, 32))
     return bytes(layout_of(facts, pool, weights_digest_of(facts, settings), settings).fingerprint())
 
@@ -75,7 +75,7 @@ def test_a_draft_model_is_part_of_the_identity(facts: EngineFacts, tmp_path: Pat
 
 
 def test_a_name_for_the_weights_replaces_their_digest(facts: EngineFacts) -> None:
-    named = StorageSettings(weights_digest="mine")
+    named = PageSettings(weights_digest="mine")
     elsewhere = replace(facts, load_format="dummy")
     assert fingerprint(facts, named) == fingerprint(elsewhere, named)
     quantised = replace(facts, values={**facts.values, "quantization": "fp8"})

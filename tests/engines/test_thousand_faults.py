@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
+from tokenlake_client.engines.vllm.request import RequestEnd
 
 from tests.engines import l2_adapter
 from tests.engines.faults import ERRORS, MESSAGES, Faults
@@ -21,7 +22,6 @@ from tokenlake.core import events
 from tokenlake.hints import Hints
 from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.engines.vllm.copies import HostCopy
-from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
 
 torch = pytest.importorskip("torch")

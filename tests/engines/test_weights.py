@@ -178,7 +178,8 @@ def test_importing_it_imports_no_engine() -> None:
     code = (
         "import sys, tokenlake_client, tokenlake_client.weights; "
         "from tokenlake_client.engines.common import background, connection, in_flight, model_config, reports; "
-        "from tokenlake_client.engines.vllm import scheduler, settings, worker; "
+        "from tokenlake_client.engines.vllm import settings; "
+        "from tokenlake_client.engines.vllm.known import scheduler, worker; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

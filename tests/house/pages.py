@@ -20,10 +20,11 @@ import tokenlake_server.start.daemon  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.metrics import Metric
+from tokenlake_client.engines.common import page_counts
+from tokenlake_client.engines.common.page_settings import PageSettings
 from tokenlake_client.engines.lmcache import metrics as lmcache_metrics
 from tokenlake_client.engines.lmcache.settings import AdapterSettings
-from tokenlake_client.engines.sglang import counters as sglang_counters
-from tokenlake_client.engines.sglang.settings import StorageSettings
+from tokenlake_client.engines.sglang import metrics as sglang_metrics
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
@@ -75,7 +76,7 @@ def connector_counts() -> str:
     """The counts and times of vLLM's connector as a table in Markdown."""
     rows = ["| count | on vLLM's metrics page | meaning |", "|---|---|---|"]
     for name, count in COUNTS.items():
-        rows.append(f"| `{name}` | {f'`{count.series}`' if count.series else ''} | {count.meaning} |")
+        rows.append(f"| `{name}` | `{count.series(PREFIX)}` | {count.meaning} |")
     rows += [f"| | `{PREFIX}{name}`, a histogram | {meaning} |" for name, meaning in TIMES.items()]
     return "\n".join(rows) + "\n"
 
@@ -83,18 +84,23 @@ def connector_counts() -> str:
 def storage_counts() -> str:
     """The counts of SGLang's storage backend as a table in Markdown."""
     rows = ["| count | on SGLang's metrics page | meaning |", "|---|---|---|"]
-    for name, count in sglang_counters.COUNTS.items():
-        rows.append(f"| `{name}` | `{sglang_counters.series_of(count)}` | {count.meaning} |")
+    for name, count in page_counts.COUNTS.items():
+        rows.append(f"| `{name}` | `{count.series(sglang_metrics.PREFIX)}` | {count.meaning} |")
     return "\n".join(rows) + "\n"
 
 
 def adapter_counts() -> str:
     """The counts of LMCache's L2 adapter as a table in Markdown."""
     rows = ["| count | on LMCache's metrics page | meaning |", "|---|---|---|"]
-    for name, count in sglang_counters.COUNTS.items():
-        series = sglang_counters.series_of(count).replace(sglang_counters.PREFIX, lmcache_metrics.PREFIX)
-        rows.append(f"| `{name}` | `{series}` | {lmcache_metrics.of_objects(count.meaning)} |")
+    for name, count in page_counts.COUNTS.items():
+        rows.append(f"| `{name}` | `{count.series(lmcache_metrics.PREFIX)}` | {count.meaning} |")
     return "\n".join(rows) + "\n"
+
+
+def smallest_door() -> str:
+    """The example of an integration, from its layout on, as a block of a page."""
+    text = (ROOT / "docs" / "examples" / "door.py").read_text()
+    return f"```python\n{text[text.index('LAYOUT = ') :]}```\n"
 
 
 def sizes_of_models() -> str:
@@ -120,10 +126,11 @@ PARTS = (
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
+    Part("docs/integrate.md", "the smallest door", smallest_door),
     Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
-    Part("docs/lmcache.md", "settings of the adapter", lambda: lmcache_metrics.of_objects(table_of(AdapterSettings))),
+    Part("docs/lmcache.md", "settings of the adapter", lambda: table_of(AdapterSettings)),
     Part("docs/lmcache.md", "counts of the adapter", adapter_counts),
-    Part("docs/sglang.md", "settings of the storage backend", lambda: table_of(StorageSettings)),
+    Part("docs/sglang.md", "settings of the storage backend", lambda: table_of(PageSettings)),
     Part("docs/sglang.md", "counts of the storage backend", storage_counts),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
     Part("docs/vllm.md", "counts of the connector", connector_counts),

@@ -79,6 +79,37 @@ def test_arrows_point_down_only(package: str) -> None:
     assert not wrong
 
 
+ENGINES = "tokenlake_client.engines"
+DOORS = ("lmcache", "sglang", "transformers", "vllm.known", "vllm.offloading")
+"""The packages below `engines` that integrate one engine, or one kind of cache of an engine."""
+CHOOSER = f"{ENGINES}.vllm.front"
+"""The module that chooses between the two doors of vLLM."""
+
+
+def door(name: str) -> str:
+    """The door that a module belongs to; empty for a module that several doors use."""
+    return next((each for each in DOORS if f"{name}.".startswith(f"{ENGINES}.{each}.")), "")
+
+
+def test_no_door_imports_another() -> None:
+    """What two doors need is in `engines/common` or `engines/devices`, and in `engines/vllm` for the two of vLLM."""
+    arrows = graph([PACKAGES["tokenlake_client"]])
+    assert {door(name) for name in arrows} == {"", *DOORS}
+    found = {
+        f"{name} -> {to}"
+        for name in arrows.keys() - {CHOOSER}
+        for to in arrows[name]
+        if door(to) not in ("", door(name))
+    }
+    engines = {
+        f"{name} -> {to}"
+        for name in arrows
+        for to in arrows[name]
+        if f"{ENGINES}.vllm" in to and f"{ENGINES}.vllm" not in name
+    }
+    assert found | engines == set()
+
+
 def test_the_product_has_no_import_circle() -> None:
     """Imports for type checkers alone count as well, but those of the face."""
     product = [

@@ -17,7 +17,7 @@ from tokenlake import command
 COMMANDS = [
     *("serve", "config", "ca"),
     *("status", "top", "explain", "doctor", "members", "events"),
-    *("drain", "remove", "evict"),
+    *("drain", "remove", "evict", "warm", "pin", "unpin"),
     *("demo", "bench", "workload"),
 ]
 

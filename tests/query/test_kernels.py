@@ -42,8 +42,7 @@ def changed(**fields: object) -> Layout:
 
 ARRANGEMENTS = {
     "grouped-query": (GROUPED, 32),
-    "multi-head, two heads in a group": (changed(kv_heads=16), 16),
-    "grouped-query, four heads in one group": (changed(kv_heads=5), 10),
+    "multi-head, two heads in a group": (changed(kv_heads=128), 128),
     "multi-query": (changed(kv_heads=1), 8),
     "narrow values": (changed(value_dim=7), 16),
     "wide values": (changed(value_dim=24), 8),

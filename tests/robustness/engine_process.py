@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, Prompt, store
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SessionId, WriteId
+from tokenlake.layout import Layout
 from tokenlake_client import Lease, Pool, Write
 
 
 class Engine:
     """Holds at most one lease with its arrays, and one write."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, layout: Layout) -> None:
+        self.pool, self.layout = pool, layout
         self.looked_at = self.filled = Prompt(0, 1)
         self.lease: Lease | None = None
         self.arrays: list[Any] = []
@@ -43,7 +47,7 @@ class Engine:
         self.looked_at = Prompt(seed, segments)
         self.lease = self.pool.engine.attach(*map(LeaseId, lease))
         self.arrays = self.lease.fetch()
-        return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays)}
+        return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays, layout=self.layout)}
 
     def compare(self) -> dict[str, Any]:
         return {"wrong": self.looked_at.wrong(self.arrays), "hits": len(self.arrays)}
@@ -71,16 +75,18 @@ class Engine:
             self.filled.fill(index, array)
         return {}
 
-    def commit(self, shard: int | None = None) -> dict[str, Any]:
-        """Commit all, or fill one shard and commit that."""
+    def commit(self, shards: Sequence[int] = ()) -> dict[str, Any]:
+        """Commit all; or fill the shards [first, stop), commit these, and leave the write."""
         assert self.write is not None
-        if shard is None:
+        if not shards:
             return {"codes": list(self.write.commit())}
-        size = LAYOUT.shard_bytes
+        first, stop = shards
+        rank = slice(first * self.layout.shard_bytes, stop * self.layout.shard_bytes)
         for index, array in self.write.slots:
-            content = memoryview(self.filled.content(index))
-            array[shard * size : (shard + 1) * size] = content[shard * size : (shard + 1) * size]
-        return {"codes": list(self.write.commit(1 << shard))}
+            array[rank] = np.frombuffer(self.filled.content(index, self.layout)[rank], np.uint8)
+        codes = list(self.write.commit((1 << stop) - (1 << first)))
+        self.write.leave()
+        return {"codes": codes}
 
     def leave(self) -> dict[str, Any]:
         """Close the pool, and keep the arrays."""
@@ -117,9 +123,10 @@ class Engine:
         }
 
 
-def main(socket: str, session: str, credential: str) -> None:
-    pool = Pool.connect(Path(socket), LAYOUT, credential or None, session=SessionId(int(session)), deadlines=PATIENT)
-    engine = Engine(pool)
+def main(socket: str, session: str, credential: str, kv_heads: str) -> None:
+    layout = msgspec.structs.replace(LAYOUT, kv_heads=int(kv_heads))
+    pool = Pool.connect(Path(socket), layout, credential or None, session=SessionId(int(session)), deadlines=PATIENT)
+    engine = Engine(pool, layout)
     print(json.dumps({"session": engine.pool.engine.session}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -66,9 +66,9 @@ class Prompt:
         """For `Pool.store_all`."""
         array[:] = np.frombuffer(self.content(index, layout=LAYOUT)[: len(array)], dtype=np.uint8)
 
-    def wrong(self, arrays: list[NDArray[np.uint8]], start: int = 0) -> int:
+    def wrong(self, arrays: list[NDArray[np.uint8]], start: int = 0, layout: Layout = LAYOUT) -> int:
         """The number of arrays with wrong content; the first is that of segment `start`."""
-        return sum(array.tobytes() != self.content(start + at) for at, array in enumerate(arrays))
+        return sum(array.tobytes() != self.content(start + at, layout) for at, array in enumerate(arrays))
 
 
 LOW = Hints(priority=-1)
@@ -199,10 +199,10 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
 class EngineProcess:
     """An engine in a process of its own (`tests.robustness.engine_process`), driven by commands."""
 
-    def __init__(self, socket: Path, session: int = 0, credential: str = "") -> None:
+    def __init__(self, socket: Path, session: int = 0, credential: str = "", kv_heads: int = LAYOUT.kv_heads) -> None:
         (commands, ours), (theirs, answers) = os.pipe(), os.pipe()
         self._commands, self._answers = os.fdopen(ours, "w"), os.fdopen(theirs)
-        arguments = [str(socket), str(session), credential]
+        arguments = [str(socket), str(session), credential, str(kv_heads)]
         self.process = start_module("tests.robustness.engine_process", arguments, {0: commands, 1: answers})
         os.close(commands)
         os.close(answers)

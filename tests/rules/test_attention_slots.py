@@ -32,7 +32,7 @@ def slot_of(slots: SlotMap) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 @given(
-    kv_heads=st.integers(1, 24),
+    kv_heads=st.integers(1, 24) | st.sampled_from((65, 66, 128)),
     layers=st.integers(1, 3),
     tokens=st.integers(1, 5),
     key_dim=st.integers(1, 5),

@@ -15,6 +15,7 @@ from tokenlake.layout import (
     DTYPE_BYTES,
     MAX_LAYOUT_BYTES,
     MAX_SEGMENT_BYTES,
+    MAX_SHARDS,
     QUANTISED_DTYPES,
     Layout,
     static_quantisation,
@@ -93,7 +94,7 @@ opaque = st.builds(
     weights_digest=digests,
     engine=text,
     cache=text,
-    shards=st.integers(1, 8),
+    shards=st.integers(1, MAX_SHARDS),
     shard_bytes=st.integers(1, 1 << 28),
     segment_tokens=st.integers(1, 1 << 20),
 )
@@ -165,7 +166,7 @@ def test_a_layout_survives_encoding(layout: EitherLayout) -> None:
         ],
         (LATENT, "engine", "x" * 257),
         *[(LATENT, field, value) for field in ("shards", "shard_bytes", "segment_tokens") for value in (-1, 0)],
-        (LATENT, "shards", 9),
+        (LATENT, "shards", MAX_SHARDS + 1),
         (LATENT, "shard_bytes", MAX_SEGMENT_BYTES + 1),
         (LATENT, "segment_tokens", (1 << 20) + 1),
     ],
@@ -192,7 +193,7 @@ def test_a_segment_may_be_as_large_as_the_bound() -> None:
     most = MAX_SEGMENT_BYTES // (4 * 4 * 128 * 2)
     for layout, field, value in (
         (changed(layers=4), "segment_tokens", most),
-        (msgspec.structs.replace(LATENT, shards=8), "shard_bytes", MAX_SEGMENT_BYTES // 8),
+        (msgspec.structs.replace(LATENT, shards=64), "shard_bytes", MAX_SEGMENT_BYTES // 64),
     ):
         largest = msgspec.structs.replace(layout, **{field: value})
         largest.check()
@@ -243,7 +244,7 @@ def test_garbage_is_refused(garbage: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("kv_heads", "shards", "heads"),
-    [(1, 1, 1), (2, 2, 1), (3, 1, 3), (6, 2, 3), (8, 8, 1), (12, 4, 3), (16, 8, 2), (64, 8, 8)],
+    [(1, 1, 1), (3, 3, 1), (8, 8, 1), (32, 32, 1), (40, 40, 1), (64, 64, 1), (96, 32, 3), (71, 1, 71), (128, 64, 2)],
 )
 def test_kv_heads_are_cut_in_equal_shards(kv_heads: int, shards: int, heads: int) -> None:
     layout = changed(kv_heads=kv_heads)

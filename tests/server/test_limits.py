@@ -230,7 +230,7 @@ def test_an_engine_with_unread_answers_opens_a_region() -> None:
 
 
 def test_a_tenant_takes_its_part_of_the_sessions_only(tmp_path: Path) -> None:
-    with daemons(config=tenants(tmp_path, "max_sessions = 8")) as cluster, contextlib.ExitStack() as pools:
+    with daemons(config=tenants(tmp_path, "max_sessions = 10")) as cluster, contextlib.ExitStack() as pools:
         socket_ = cluster.nodes[0].socket
 
         def connect(name: str, session: SessionId | None = None) -> Pool:
@@ -239,15 +239,15 @@ def test_a_tenant_takes_its_part_of_the_sessions_only(tmp_path: Path) -> None:
                 Pool.connect(socket_, LAYOUT, token, deadlines=PATIENT, session=session or SessionId(0))
             )
 
-        red = [connect("red") for _ in range(4)]
-        with pytest.raises(LimitReached, match="tenant 'red' has 4 sessions, its part of 'max_sessions' of 8"):
+        red = [connect("red") for _ in range(5)]
+        with pytest.raises(LimitReached, match="tenant 'red' has 5 sessions, its part of 'max_sessions' of 10"):
             connect("red")
-        blue = [connect("blue") for _ in range(4)]
-        with pytest.raises(LimitReached, match="'max_sessions' of 8 sessions"):
+        blue = [connect("blue") for _ in range(5)]
+        with pytest.raises(LimitReached, match="'max_sessions' of 10 sessions"):
             connect("blue")
-        for _ in range(8 * PROCESSES_PER_SESSION // 2 - 4):
+        for _ in range(10 * PROCESSES_PER_SESSION // 2 - 5):
             connect("red", red[0].engine.session)
-        with pytest.raises(LimitReached, match="64 processes of tenant 'red' are connected, its part of 128"):
+        with pytest.raises(LimitReached, match="80 processes of tenant 'red' are connected, its part of 160"):
             connect("red", red[0].engine.session)
         connect("blue", blue[0].engine.session)
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
 from tokenlake_server.start.config_command import config
 from tokenlake_server.start.models import COLUMNS, MODELS, RANKS, ModelCache, rows
 

@@ -263,19 +263,16 @@ class SegmentStore:
         free = bool(pool.free) or self.regions.fits(*pool.id) is not None
         return free or self._admits(pool, segment.key, segment.hints, now, again=again)
 
-    def commit_shards(self, segment: Segment, shards: Sequence[int], checksums: bytes) -> bool:
-        """Take over the checksums of shards of a segment that is being written, in order. Returns True once none is
-        missing."""
+    def commit_shards(self, segment: Segment, shards: int, checksums: bytes) -> bool:
+        """Take over the checksums of consecutive shards, the bit mask `shards`, of a segment that is being written.
+        Returns True once none is missing."""
         if len(checksums) == len(segment.checksums):
             segment.checksums = checksums
         else:
-            known = bytearray(segment.checksums)
-            for position, shard in enumerate(shards):
-                at = shard * CHECKSUM_BYTES
-                known[at : at + CHECKSUM_BYTES] = checksums[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
-            segment.checksums = bytes(known)
-        for shard in shards:
-            segment.missing_shards &= ~(1 << shard)
+            at = ((shards & -shards).bit_length() - 1) * CHECKSUM_BYTES
+            known = segment.checksums
+            segment.checksums = known[:at] + checksums + known[at + len(checksums) :]
+        segment.missing_shards &= ~shards
         return not segment.missing_shards
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:

@@ -109,6 +109,8 @@ def _prefetch(message: engine.Prefetch) -> None:
 
 
 def _commit(message: engine.Commit) -> None:
+    if message.shards & (message.shards + (message.shards & -message.shards)):
+        raise ValueError(f"a Commit of shards {message.shards:#b}, which are not consecutive")
     expected = CHECKSUM_BYTES * len(message.indices) * message.shards.bit_count()
     if len(message.checksums) != expected:
         raise ValueError(

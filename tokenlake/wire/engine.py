@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from tokenlake.hints import Hints
 from tokenlake.where import HOST, Where
-from tokenlake.wire.fields import Index, Name, RequestName, Seconds, SlotBytes
+from tokenlake.wire.fields import Index, Name, RequestName, Seconds, ShardMask, SlotBytes
 from tokenlake.wire.funnel import Funnel
 
 MAX_FRAME = 512 << 10
@@ -225,8 +225,8 @@ class Commit(_Message, frozen=True, tag=12):
     id: int
     write: int
     indices: Annotated[tuple[Index, ...], Meta(max_length=MAX_CHANGED)]
-    shards: Index
-    """Bit mask of the shards that this process wrote."""
+    shards: ShardMask
+    """The shards that this process wrote, consecutive ones."""
     checksums: bytes
     """xxh3-64, little-endian, per segment and set bit of `shards`, in that order."""
 

@@ -18,7 +18,7 @@ Amount = Annotated[float, Meta(ge=0, le=MAX_AMOUNT)]
 refused."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
-"""Index of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards; a count."""
+"""Index of a segment in its prompt, of a key in a batch, of a region; a count."""
 
 Name = Annotated[str, Meta(max_length=64)]
 """Name of a node, or of a rule; bounded because messages with names are decoded before their sender is
@@ -77,6 +77,8 @@ NO_RING = (0, 0)
 
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 """Number of shards of a segment."""
+ShardMask = Annotated[int, Meta(ge=1)]
+"""Bit mask of shards. MessagePack bounds it to `MAX_SHARDS` bits."""
 
 Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
 """Statistics of one pool, as an eviction policy saves them."""

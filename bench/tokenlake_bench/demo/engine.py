@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,16 @@ RUN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One request: its tokens and the milliseconds to the first one, with the pool and (`cold`) without. `hit_tokens`:
-    copied from the pool; `shipped_tokens`: attended to where they lie, with `query_bytes` of queries and results."""
+    """One request: its tokens, the milliseconds to the first one and to the last. `hit_tokens`: copied from the
+    daemon's memory; `shipped_tokens`: attended to where they lie, with `query_bytes` of queries and results."""
 
     tokens: list[int]
     ttft_ms: float
-    hit_tokens: int
-    shipped_tokens: int
-    query_bytes: int
-    cold_tokens: list[int]
-    cold_ttft_ms: float
-    error: str
-
-    @property
-    def equal(self) -> bool:
-        """Whether the tokens are those of the model without the pool."""
-        return not self.error and self.tokens == self.cold_tokens
+    took_ms: float
+    hit_tokens: int = 0
+    shipped_tokens: int = 0
+    query_bytes: int = 0
+    error: str = ""
 
 
 class Engine:
@@ -55,9 +49,13 @@ class Engine:
         """Connect with a daemon. `corrupt`: bytes that come from the pool are changed."""
         self._worker.call("attach", socket=str(socket), window=window, mode=mode, corrupt=corrupt)
 
-    def run(self, tokens: Sequence[int], new_tokens: int, *, cold: bool = True) -> Ran:
-        """Serve a request. `cold`: also without the pool."""
-        return Ran(**self._worker.call("run", tokens=list(tokens), new_tokens=new_tokens, cold=cold))
+    def run(self, tokens: Sequence[int], new_tokens: int) -> Ran:
+        """Serve a request with the cache of the daemon."""
+        return Ran(**self._worker.call("run", tokens=list(tokens), new_tokens=new_tokens))
+
+    def run_cold(self, tokens: Sequence[int], new_tokens: int) -> Ran:
+        """Serve a request without a cache."""
+        return Ran(**self._worker.call("run_cold", tokens=list(tokens), new_tokens=new_tokens))
 
     def flush(self) -> None:
         """Wait until the segments of all requests are stored."""
@@ -118,7 +116,7 @@ class _Process:
         count = min(PREFILL_TOKENS, positions - 1)
         prompt = [number % int(config.vocab_size) for number in range(count)]
         # The first forward pass also sets up torch.
-        prefill_ms = [self._generate(self._model.generate, prompt, 1)[1] for _ in range(3)][-1]
+        prefill_ms = [self._generate(self._model.generate, prompt, 1).ttft_ms for _ in range(3)][-1]
         sizes = {"vocabulary": int(config.vocab_size), "positions": positions, "prefill_tokens": count}
         return {**found, **sizes, "prefill_ms": prefill_ms}
 
@@ -138,33 +136,30 @@ class _Process:
         copier = corrupting(SegmentCopier()) if corrupt else None
         self._engine = TokenLakeEngine(self._model, socket, options, copier)
 
-    def run(self, tokens: list[int], new_tokens: int, cold: bool) -> dict[str, Any]:
+    def run(self, tokens: list[int], new_tokens: int) -> dict[str, Any]:
         before = self._engine.counts
-        answer, ttft_ms, error = list[int](), 0.0, ""
         try:
-            answer, ttft_ms = self._generate(self._engine.generate, tokens, new_tokens)
+            ran = self._generate(self._engine.generate, tokens, new_tokens)
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        alone = self._generate(self._model.generate, tokens, new_tokens) if cold else ([], 0.0)
+            return asdict(Ran([], 0.0, 0.0, error=f"{type(caught).__name__}: {caught}"))
         counts = self._engine.counts
         sent = counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received
-        ran = Ran(
-            tokens=answer,
-            ttft_ms=ttft_ms,
+        ran = replace(
+            ran,
             hit_tokens=counts.tokens_hit - before.tokens_hit,
             shipped_tokens=counts.tokens_shipped - before.tokens_shipped,
             query_bytes=sent,
-            cold_tokens=alone[0],
-            cold_ttft_ms=alone[1],
-            error=error,
         )
         return asdict(ran)
+
+    def run_cold(self, tokens: list[int], new_tokens: int) -> dict[str, Any]:
+        return asdict(self._generate(self._model.generate, tokens, new_tokens))
 
     def flush(self) -> None:
         self._engine.flush(FLUSH_S)
 
-    def _generate(self, generate: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
-        """Generate tokens greedily. Returns (new tokens, time to the first token in milliseconds)."""
+    def _generate(self, generate: Any, prompt: list[int], new_tokens: int) -> Ran:
+        """Generate tokens greedily."""
         import torch
 
         first = _FirstToken()
@@ -178,9 +173,11 @@ class _Process:
             do_sample=False,
             streamer=first,
         )
-        return output[0, len(prompt) :].tolist(), (first.at - began) * 1e3
+        took_ms = (time.perf_counter() - began) * 1e3
+        return Ran(output[0, len(prompt) :].tolist(), (first.at - began) * 1e3, took_ms)
 
 
 if __name__ == "__main__":
     process = _Process()
-    serve({"load": process.load, "attach": process.attach, "run": process.run, "flush": process.flush})
+    calls = (process.load, process.attach, process.run, process.run_cold, process.flush)
+    serve({call.__name__: call for call in calls})

@@ -11,9 +11,8 @@ from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.sizing import PoolSize, pool_size
 from tokenlake_bench.workload import BuiltinWorkload
 
-NODES: Final = 3
-ENGINES: Final = 2
-"""Number of engine processes. They are attached to the first nodes; request i goes to engine i modulo this number."""
+NODES: Final = 2
+"""Number of nodes; each has a daemon and an engine process."""
 SEGMENT_TOKENS: Final = 32
 """Tokens of a segment in the demo: few, so that each node has hundreds of slots and tens of them are left for cached
 copies and for writes."""
@@ -36,6 +35,10 @@ class DemoPlan:
     accesses: Accesses
     size: PoolSize
     new_tokens: int = NEW_TOKENS
+
+    def tokens(self, number: int) -> list[int]:
+        """The prompt of a request."""
+        return [int(token) for token in self.workload[number].tokens]
 
 
 def make_plan(requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:

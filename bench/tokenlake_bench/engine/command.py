@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine.environment import check_interpreter
 from tokenlake_bench.engine.workload import Conversations, prompt
-from tokenlake_bench.report import table, write_json
+from tokenlake_bench.report import output, table, write_json
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.lmcache_server import LMCacheServer, check_lmcache
@@ -73,7 +73,7 @@ def run_engine(arguments: EngineArguments) -> dict[str, Any]:
         "hook_32k_ms": hook_ms,
         "rows": rows,
     }
-    Console().print(_tables(result))
+    output().print(_tables(result))
     write_json(result, arguments.json_file)
     return result
 

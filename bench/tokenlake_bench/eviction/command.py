@@ -20,7 +20,7 @@ from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.stores import StudiedStore, check_capacity
 from tokenlake_bench.hits import LongPrompts, long_prompts
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_share, table, write_json
+from tokenlake_bench.report import format_share, output, table, write_json
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.workload import BuiltinWorkload
@@ -117,7 +117,7 @@ class StudyResult:
 def run_eviction(arguments: EvictionArguments) -> StudyResult:
     """Run the study, print it, and write the file that the command line names, after every run. KeyboardInterrupt ends
     the study early and keeps the finished runs. Raises TokenLakeError."""
-    console = Console()
+    console = output()
     sources = list(arguments.sources())
     for source in sources:
         for capacity in source.capacities:
@@ -126,7 +126,7 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
     runs = len(arguments.studied)
     total = sum(len(each.accesses.prompts) * len(each.capacities) * runs for each in sources)
     try:
-        with LiveProgress(console, "serving", total) as progress:
+        with LiveProgress("serving", total) as progress:
             done = 0
             for name, accesses, capacities in sources:
                 bounds = bounds_of(accesses)

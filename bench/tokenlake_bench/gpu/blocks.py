@@ -19,11 +19,11 @@ from tokenlake_bench.gpu.base import Rig, Row, device_named
 from tokenlake_bench.sizing import layout_of
 from tokenlake_client import Deadlines, Pool
 from tokenlake_client.engines.devices.base import Device
-from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
 from tokenlake_client.engines.vllm.copies import DeviceCopy
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.known.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.match import MatchOptions
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.device_bytes import bytes_of, filled, random_bytes

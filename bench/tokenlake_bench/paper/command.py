@@ -13,7 +13,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.paper.fleets import FLEETS, Run, runs_named
 from tokenlake_bench.paper.workloads import WORKLOADS
-from tokenlake_bench.report import format_bytes, format_duration, format_share, table, write_json
+from tokenlake_bench.report import format_bytes, format_duration, format_share, output, table, write_json
 from tokenlake_bench.routing import FleetOptions, SystemRow, at_rate
 from tokenlake_bench.simulation.goodput import SHARE, STEP, highest_rate
 
@@ -187,4 +187,4 @@ def table_of(result: PaperResult) -> Table:
 
 def run_paper(arguments: PaperArguments) -> bool:
     """Run the command. Returns False where it was interrupted. Raises TokenLakeError."""
-    return Study(arguments, Console()).run().complete
+    return Study(arguments, output()).run().complete

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.errors import ConfigurationError
+from tokenlake.hints import Hints
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.mixing import WORD, key_of, mix64
 
@@ -49,6 +50,8 @@ class Arrival(NamedTuple):
     pause_s: float = 0.0
     """`follows`: number of the request whose answer this one waits for, or None. `pause_s`: seconds from that answer to
     this request."""
+    hints: Hints | None = None
+    """Hints that the request carries."""
 
     def arrived(self, at_s: float) -> Arrival:
         """This request with `at_s` as its arrival; it waits for no other request any more."""

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tokenlake_bench.cache_hit import ROUND_ROBIN, CacheHitArguments
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import table, write_json
+from tokenlake_bench.report import output, table, write_json
 from tokenlake_bench.routing import SystemRow, run_system
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.goodput import SHARE, search
@@ -45,7 +45,7 @@ class Study:
                 if arguments.route == ROUND_ROBIN:
                     run.route = run.round_robin
                 try:
-                    with LiveProgress(self.console, pool.name, len(arrivals)) as bar:
+                    with LiveProgress(pool.name, len(arrivals)) as bar:
                         run.run(arrivals, lambda done, bar=bar: bar.update(done, ""))  # type: ignore[misc]
                 finally:
                     if run.answers:
@@ -56,7 +56,7 @@ class Study:
                         self._done(pool.name, run.row())
             accesses = accesses_of(arrivals, arguments.size[1])
             for system in systems:
-                with LiveProgress(self.console, system.name, len(arrivals)) as bar:
+                with LiveProgress(system.name, len(arrivals)) as bar:
                     row = run_system(accesses, system, fleet, lambda done, bar=bar: bar.update(done, ""))  # type: ignore[misc]
                 self._done(system.name, row)
             self.complete = True
@@ -64,8 +64,8 @@ class Study:
             self.console.print("interrupted: the results so far follow", soft_wrap=True)
         result = self._write()
         if result is not None:
-            self.console.print(pool_table(result, name))
             self.console.print(systems_table(result))
+            self.console.print(pool_table(result, name))
         return result
 
     def _done(self, name: str, row: SystemRow) -> None:
@@ -92,7 +92,7 @@ class Study:
 def run_simulate(arguments: CacheHitArguments) -> bool:
     """Run the comparison, or the search for the goodput. Returns False when the comparison was interrupted. Raises
     TokenLakeError."""
-    console = Console()
+    console = output()
     if arguments.goodput:
         found = search(arguments, console.print)
         title = f"{found.requests:,} requests, {found.nodes} nodes: most requests/s with {SHARE:.0%} within objective"

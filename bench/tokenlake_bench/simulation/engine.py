@@ -137,7 +137,8 @@ class SimulatedEngine:
 
     def _read_part(self, served: RequestOutcome, asked: bytes, first: int, wait_s: float) -> Steps:
         """Match and fetch the segments `asked`, which begin at segment `first` of the prompt."""
-        matched = yield engine.Match(next(self._numbers), asked, 0.0, False, in_flight_wait_s=wait_s)
+        hints = served.arrival.hints
+        matched = yield engine.Match(next(self._numbers), asked, 0.0, False, hints=hints, in_flight_wait_s=wait_s)
         assert isinstance(matched, engine.Matched)
         if matched.hits < len(matched.codes):
             served.cut_by = Code(matched.codes[matched.hits])
@@ -179,7 +180,7 @@ class SimulatedEngine:
         while first < count:
             last = min(first + WINDOW, count)
             window = keys[first * KEY_BYTES : last * KEY_BYTES]
-            prepared = yield engine.Prepare(next(self._numbers), window, first)
+            prepared = yield engine.Prepare(next(self._numbers), window, first, hints=served.arrival.hints)
             assert isinstance(prepared, engine.Prepared)
             codes = bytearray(prepared.codes)
             done = len(codes)

@@ -16,6 +16,8 @@ from tokenlake_bench.routing.outcome import DiskUse
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
 
+GIB = 1 << 30
+
 
 class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit --mode simulate`.
@@ -139,52 +141,73 @@ def pool_table(result: SimulatedResult, workload: str) -> Table:
 
 
 def systems_table(result: SimulatedResult) -> Group:
-    """All compared systems as two tables for a terminal, with a row per system: caches and load, then latency."""
+    """All compared systems as two tables for a terminal, with a row per system: what a user sees, then caches and
+    load."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
     disks = any(row.disk_written_share is not None for row in result.systems.values())
     long = any(row.long_prompts is not None for row in result.systems.values())
+    seen = [
+        (
+            name,
+            _percent(row.token_hit_rate),
+            _seconds(row.ttft_p50_ms),
+            _seconds(row.ttft_p99_ms),
+            f"{row.tpot_p50_ms:.0f}",
+            _percent(row.slo_attainment),
+            f"{row.goodput_rps:.2f}",
+        )
+        for name, row in result.systems.items()
+    ]
     caches = [
         (
             name,
-            format_share(row.token_hit_rate),
             *([_others(row)] if long else []),
-            format_share(row.remote_share),
-            format_share(row.engine_share),
-            *([format_share(row.disk_share)] if disks else []),
+            _percent(row.remote_share),
+            _percent(row.engine_share),
+            *([_percent(row.disk_share)] if disks else []),
             f"{row.duplication:.2f}",
-            format_bytes(row.bytes_moved),
+            f"{row.bytes_moved / GIB:.0f}",
             "-" if row.load_cv is None else f"{row.load_cv:.2f}",
+            _percent(row.busy_share),
         )
         for name, row in result.systems.items()
     ]
-    times = [
-        (
-            name,
-            *(format_duration(ms / 1e3) for ms in (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms)),
-            format_share(row.slo_attainment),
-            f"{row.goodput_rps:.2f}",
-            format_share(row.busy_share),
-        )
-        for name, row in result.systems.items()
-    ]
-    head = (
-        "system",
-        "hits",
-        *(["fits"] if long else []),
-        "remote",
-        "in GPU",
-        *(["disk"] if disks else []),
-        "copies",
-        "moved",
-        "load CV",
-    )
-    late = ("system", "TTFT", "p99", "TPOT", "in SLO", "good/s", "busy")
     return Group(
-        table(f"{result.model}, {per} per instance, {result.rate:.2f} requests/s", head, caches),
-        table("medians and p99; good/s: requests within their objective per second", late, times),
+        table(
+            f"{result.model}, {per} per instance, {result.rate:.2f} requests/s",
+            ("", "hits %", "TTFT s", "p99 s", "TPOT ms", "in SLO %", "good/s"),
+            seen,
+            "TTFT, p99: time to the first token, median and 99th percentile; good/s: requests in SLO per second",
+        ),
+        table(
+            "",
+            (
+                "",
+                *(["fits %"] if long else []),
+                "remote %",
+                "in GPU %",
+                *(["disk %"] if disks else []),
+                "copies",
+                "GiB",
+                "load CV",
+                "busy %",
+            ),
+            caches,
+            "remote, in GPU: of the hits; GiB: moved between nodes",
+        ),
     )
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f}"
+
+
+def _seconds(milliseconds: float) -> str:
+    """Seconds with three digits: 0.346, 12.8, 166."""
+    seconds = milliseconds / 1e3
+    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.3g}"
 
 
 def _others(row: SystemRow) -> str:
     """Hit rate of the prompts that fit into a node's memory."""
-    return format_share(row.token_hit_rate if row.long_prompts is None else row.long_prompts.others_hit_rate)
+    return _percent(row.token_hit_rate if row.long_prompts is None else row.long_prompts.others_hit_rate)

@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.daemons import EVICTED, settle
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_bytes, format_duration, table, verdict, write_json
+from tokenlake_bench.report import format_bytes, format_duration, output, table, verdict, write_json
 from tokenlake_bench.soak.faults import schedule
 from tokenlake_bench.soak.fleet import Fleet
 from tokenlake_bench.soak.gauges import DAEMON, ENGINE, Gauge, compared
@@ -86,7 +86,7 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
     """Run the soak, print its result, and write the file that the command line names. An interruption (SIGINT, also
     where it was ignored, as in a shell's background jobs) ends the load early. Raises TokenLakeError."""
-    console = console or Console()
+    console = console or output()
     console.print(
         f"tokenlake bench soak --minutes {arguments.minutes:g} --seed {arguments.seed} --nodes {arguments.nodes} "
         f"--rate {arguments.rate:g} --fault-every {arguments.fault_every:g}",
@@ -133,7 +133,7 @@ class _Run:
         heapq.heapify(events)
         fleet.wait_started()
         self._began = time.monotonic()
-        with LiveProgress(self.console, "soak, seconds", max(1, int(seconds))) as progress:
+        with LiveProgress("soak, seconds", max(1, int(seconds))) as progress:
             while events and (now := self._now()) < seconds:
                 if events[0][0] > now:
                     time.sleep(min(POLL_S, events[0][0] - now))

@@ -9,11 +9,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import write_json
+from tokenlake_bench.report import output, write_json
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
 from tokenlake_bench.transfer.peers import PEERS, PeerProcess
@@ -69,11 +67,11 @@ class TransferResult:
 
 def run_transfer(arguments: TransferArguments) -> TransferResult:
     """Run the benchmark, print its tables, and write the file that the command line names. Raises TokenLakeError."""
-    console = Console()
+    console = output()
     result = TransferResult()
     for size in SIZES:
         if size.label in arguments.sizes.split(","):
-            _run_size(size, arguments, result, console)
+            _run_size(size, arguments, result)
     console.print(row_table(result.rows))
     if result.comparisons:
         console.print(comparison_table(result.comparisons))
@@ -83,7 +81,7 @@ def run_transfer(arguments: TransferArguments) -> TransferResult:
     return result
 
 
-def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, console: Console) -> None:
+def _run_size(size: Size, arguments: TransferArguments, result: TransferResult) -> None:
     """Measure the pool alternately with each peer, or alone if no peer runs."""
     ours: dict[str, list[float]] = defaultdict(list)
     theirs: list[Row] = []
@@ -94,7 +92,7 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
         pool = stack.enter_context(closing(PoolRows(size, windows)))
 
         def run(title: str, *others: System) -> Taken:
-            with LiveProgress(console, f"{size.label}, {title}", arguments.rounds + WARM_TURNS) as progress:
+            with LiveProgress(f"{size.label}, {title}", arguments.rounds + WARM_TURNS) as progress:
                 taken = take_turns(
                     size.rows(), machine, (pool, *others), arguments.rounds, lambda turn: progress.update(turn, "")
                 )

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Final, get_args, get_origin
 import click
 import msgspec
 import zstandard
-from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake_bench.report import format_duration, format_share, table
+from tokenlake_bench.report import format_duration, format_share, output, table
 from tokenlake_bench.workloads.agent import AgentSettings, agent_sessions
 from tokenlake_bench.workloads.base import Draw, TraceLine, TraceSettings, poisson
 from tokenlake_bench.workloads.conversation import ConversationSettings, conversations
@@ -91,7 +90,7 @@ def run_workload(name: str, out: Path, values: Mapping[str, object]) -> None:
         ("accesses to the top 0.1 / 1 %", " / ".join(map(format_share, (found.top_permille, found.top_percent)))),
         ("requests with the hottest block", format_share(found.hottest)),
     ]
-    Console().print(table(f"{name}: {out.name}", (), rows))
+    output().print(table(f"{name}: {out.name}", (), rows))
 
 
 @click.group()

@@ -18,6 +18,7 @@ from tokenlake.core.instructions import Answer, Welcomed
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
+from tokenlake.layout import MAX_SHARDS
 from tokenlake.metrics import OTHERS, Level, Metric
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import engine
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 PROCESSES_PER_SESSION = 16
 """Connections per session: at most `max_sessions` times this number may join. An engine has one for its scheduler and
 one for each rank; the others are for those that a restarted engine has not closed yet."""
+LEAST_PROCESSES = 2 * (MAX_SHARDS + 1)
+"""Connections that may join in any case: those of the engine with the most ranks, and of its restart."""
 MAX_UNPROVEN = 64
 """Limit of the connections of one user that have not sent their `Hello`; further ones close the oldest of them."""
 ACCEPT_PAUSE_S = 0.5
@@ -410,7 +413,7 @@ class EngineListener:
 
     def _check_processes(self, tenant: str) -> None:
         """Raise `LimitReached` when no further process of the tenant may join."""
-        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
+        limit = max(LEAST_PROCESSES, self._settings.max_sessions * PROCESSES_PER_SESSION)
         if self._processes.total() >= limit:
             raise LimitReached(f"{limit} processes are connected; no more are accepted")
         share = max(1, limit // self._tenants.count)

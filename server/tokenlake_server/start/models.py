@@ -11,9 +11,9 @@ from tokenlake.opaque_layout import AnyLayout, OpaqueLayout
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
-RANKS: Final = (1, 2, 4, 8)
+RANKS: Final = (1, 2, 4, 8, 16)
 """The tensor-parallel sizes of the table."""
-COLUMNS: Final = ("model", "MiB", *(f"TP {ranks}" for ranks in RANKS[1:]), "tokens/GiB", "MiB/prompt", "used")
+COLUMNS: Final = ("model", "MiB", *(f"TP {ranks}" for ranks in RANKS[1:]), "tokens/GiB", "/prompt", "used")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class ModelCache:
 
     def layout(self, ranks: int = 1) -> AnyLayout:
         """The layout of an engine with `ranks` tensor-parallel ranks. A model with windows is opaque to the pool, and
-        a segment has room for the largest group of layers; the layout of all others is the same for any `ranks`."""
+        a segment has room for the largest group of layers on each rank; the layout of all others is the same for any
+        `ranks`."""
         known = Layout(
             model_id=self.name,
             weights_digest="0",
@@ -68,7 +69,7 @@ class ModelCache:
             engine="vllm",
             cache=f"{self.groups} groups of layers",
             shards=ranks,
-            shard_bytes=known.segment_bytes // ranks,
+            shard_bytes=known.segment_bytes // min(ranks, self.kv_heads),
             segment_tokens=known.segment_tokens,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -18,8 +17,6 @@ if find_spec("sglang") is None:
 
 # Transformers, which makes the models of the tests, imports torchvision too.
 import tests.engines.sglang.standins.sitecustomize  # noqa: F401
-from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.cluster import Cluster, Node, parse_metrics
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
@@ -29,12 +26,9 @@ PAGE = 64
 PAGE_BYTES = PAGE * TINY.layers * TINY.kv_heads * (TINY.hidden // TINY.heads) * 2 * 4
 """Keys and values in float32."""
 TIMEOUT_S = 120.0
-REGIONS = 64
-"""A bound on the numbers of a node's regions."""
 STAND_INS = Path(__file__).parent / "standins"
 PATIENT = {"match_ms": 20000, "call_ms": 20000, "fetch_ms": 20000, "write_patience_s": 20, "lease_s": 60}
 """Settings with deadlines that hold on a busy machine."""
-DEADLINES = Deadlines(connect_s=20.0, dial_s=20.0, call_s=20.0, match_s=20.0, fetch_s=20.0, store_s=20.0, grace_s=20.0)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -87,19 +81,6 @@ def until_stored(cluster: Cluster, pages: int) -> None:
         time.sleep(0.05)
 
 
-def until_hit(engine: Engine, tokens: Sequence[int], expected: list[int], least: int) -> None:
-    """Repeat a prompt, each time with the `expected` answer and with SGLang's own cache emptied, until the pool
-    supplies `least` tokens of it."""
-    until = time.monotonic() + TIMEOUT_S
-    while True:
-        forget(engine)
-        answer = engine.timed([tokens])
-        assert answer.tokens[0] == expected
-        if answer.cached >= least:
-            return
-        assert time.monotonic() < until, engine.log.read_text()[-2000:]
-
-
 def forget(engine: Engine) -> None:
     """Empty SGLang's own cache; it refuses while a request ends."""
     until = time.monotonic() + TIMEOUT_S
@@ -111,29 +92,6 @@ def forget(engine: Engine) -> None:
 def tracebacks(engine: Engine) -> list[str]:
     """Lines of the engine's log that begin a traceback."""
     return [line for line in engine.log.read_text().splitlines() if "Traceback" in line]
-
-
-def spoil_all(node: Node) -> int:
-    """Overwrite every page in the memory of a node with zeros. Returns the number of slots."""
-    layout = OpaqueLayout(
-        model_id="spoils",
-        weights_digest="w",
-        engine="test",
-        cache="c",
-        shards=1,
-        shard_bytes=PAGE_BYTES,
-        segment_tokens=PAGE,
-    )
-    count = 0
-    with Pool.connect(node.socket, layout, deadlines=DEADLINES) as pool:
-        for region in range(REGIONS):
-            with contextlib.suppress(Exception):
-                slots = pool.link.regions.get(region, write=True).slots
-                if slots.shape[1] == PAGE_BYTES:
-                    slots[:] = 0
-                    count += len(slots)
-    assert count
-    return count
 
 
 @pytest.fixture(scope="session")
@@ -160,7 +118,13 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
         log = logs / f"{len(engines)}.log"
         engine = Engine(
-            arguments.pop("model", model), log, pool, kind="sglang", environment=environment, nice=5, **arguments
+            arguments.pop("model", model),
+            log,
+            pool,
+            kind="sglang",
+            environment=environment | arguments.pop("environment", {}),
+            nice=5,
+            **arguments,
         )
         engines.append(engine)
         return engine
@@ -168,26 +132,3 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     yield begin
     for engine in engines:
         engine.close()
-
-
-class Three:
-    """Three engines of one model: without the pool, with verified reads, and without."""
-
-    def __init__(self, start: Callable[..., Engine], cluster: Cluster) -> None:
-        node = cluster.nodes[0]
-        self.plain = start()
-        self.first = start(pool_of(node, verify=True), enable_metrics=True)
-        self.second = start(pool_of(node), enable_metrics=True)
-        self._expected: dict[tuple[int, int, int], list[int]] = {}
-
-    def expected(self, length: int, seed: int, tokens: int = 8) -> list[int]:
-        """The answer to `prompt(length, seed)` without the pool."""
-        known = self._expected.get((length, seed, tokens))
-        if known is None:
-            known = self._expected[length, seed, tokens] = self.plain.generate([prompt(length, seed)], tokens)[0]
-        return known
-
-
-@pytest.fixture(scope="module")
-def engines(start: Callable[..., Engine], cluster: Cluster) -> Three:
-    return Three(start, cluster)

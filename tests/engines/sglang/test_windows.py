@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.engines.contract import spoil
 from tests.engines.sglang.conftest import (
     PAGE,
+    PAGE_BYTES,
     TINY,
     counts_of,
     forget,
     pages_of,
     pool_of,
     prompt,
-    spoil_all,
     tracebacks,
     until_stored,
 )
@@ -54,7 +55,7 @@ def test_two_cache_pools(start: Callable[..., Engine], tmp_path_factory: pytest.
         assert reader.generate([forked])[0] == tokens
         assert counts_of(reader)["failures"] == counts_of(writer)["failures"] == 0
         # The control.
-        spoil_all(node)
+        spoil(node, PAGE_BYTES)
         forget(reader)
         answers = [reader.timed([prompt(*each)]) for each in PROMPTS]
         assert all(answer.cached for answer in answers)

@@ -73,7 +73,7 @@ class ForeignBackend(ForkedEngine):
 
     @staticmethod
     def prepare() -> None:
-        from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS
+        from tokenlake_client.engines.vllm.known.blocks import BLOCK_VIEWS
 
         BLOCK_VIEWS.clear()
 

@@ -12,7 +12,7 @@ for name in (
     "vllm.lora.layers",
     "vllm.model_executor.models.llama",
     "vllm.v1.worker.cpu_worker",
-    "tokenlake_client.engines.vllm.connector",
+    "tokenlake_client.engines.vllm.known.connector",
     "tokenlake_client.engines.vllm.offloading.connector",
     "tokenlake_testing.vllm_engine",
 ):

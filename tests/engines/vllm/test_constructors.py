@@ -21,13 +21,13 @@ from tests.engines.vllm.test_identity import configured
 from tests.engines.vllm_signatures import Source, stored
 from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake_client.engines.common.connection import Connection
-from tokenlake_client.engines.vllm import connector as known
 from tokenlake_client.engines.vllm import patches, side
+from tokenlake_client.engines.vllm.known import connector as known
+from tokenlake_client.engines.vllm.known.request import end_of
 from tokenlake_client.engines.vllm.offloading import connector as opaque
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.spec import PoolWorker
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.patches import ADAPTERS, VERSION, Patch, apply
-from tokenlake_client.engines.vllm.request import end_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,7 +61,9 @@ def broken(*_: object, **__: object) -> Any:
 def test_a_scheduler_side_that_cannot_be_opened(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine starts where the scheduler's side cannot be opened, and tells the daemon why it goes without it."""
     told: list[str] = []
-    monkeypatch.setattr(side, "declined", lambda socket, daemon_uid, reason: told.append(reason))
+    monkeypatch.setattr(
+        "tokenlake_client.engines.common.settings.declined", lambda socket, daemon_uid, reason: told.append(reason)
+    )
     ended: list[Connection] = []
     monkeypatch.setattr(Connection, "close", lambda connection: ended.append(connection))
     monkeypatch.setattr(known, "SchedulerSide", broken)
@@ -158,9 +160,10 @@ def test_this_vllm_has_all_methods_that_are_replaced(patch: Patch, monkeypatch: 
 
 def test_what_goes_without_the_pool_if_they_are_lacking(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side, "apply", lambda patch: False)
-    assert side.Side({}).adapters(object(), "float32") is None
-    request = SimpleNamespace(lora_request=object(), mm_features=())
-    assert "LoRA adapters" in str(side.not_served(request, None))
+    without = side.Side({})
+    without.serve_adapters(object(), "float32")
+    assert without.admit(SimpleNamespace(lora_request=object(), mm_features=())) is None
+    assert without.counters.read().requests_not_served == 1
     monkeypatch.setattr(opaque, "EXTENDED", (*opaque.EXTENDED, "it_was_renamed"))
     with pytest.raises(LayoutRefused, match="lacks a method of OffloadingConnector"):
         opaque.OpaqueLayoutConnector(*arguments)

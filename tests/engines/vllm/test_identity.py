@@ -21,7 +21,7 @@ from tests.engines.vllm.conftest import TINY
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.vllm.adapters import directory_of
-from tokenlake_client.engines.vllm.identity import layout_of
+from tokenlake_client.engines.vllm.known.identity import layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.weights import digest_of_directory
 from tokenlake_testing.families import save_pictures, save_quantised

@@ -12,7 +12,7 @@ from vllm.multimodal.hasher import MultiModalHasher
 from tests.engines.vllm.conftest import TINY, again, prompt
 from tests.engines.vllm.forked import refusals
 from tests.engines.vllm.scenario import Three, check_scenario, three
-from tokenlake_client.engines.vllm.request import media_digests
+from tokenlake_client.engines.vllm.known.request import media_digests
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_pictures

@@ -97,8 +97,8 @@ def test_rank_reports_are_merged_per_connector() -> None:
     """vLLM merges the reports of ranks so: for each connector the slowest rank counts."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 
-    from tokenlake_client.engines.vllm.connector import StepOutcome
-    from tokenlake_client.engines.vllm.step_plan import StepReport
+    from tokenlake_client.engines.vllm.known.connector import StepOutcome
+    from tokenlake_client.engines.vllm.known.step_plan import StepReport
 
     ranks = [
         MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(first)), None, StepOutcome(StepReport(second))))

@@ -64,8 +64,7 @@ FAMILIES = {
 }
 
 ONE_FAMILY = pytest.mark.parametrize("run", ["window"], indirect=True)
-TWO_FAMILIES = pytest.mark.parametrize("run", ["window", "hybrid"], indirect=True)
-"""The first families, for the parts that do not depend on what a segment holds."""
+"""The first family, for the parts that do not depend on what a segment holds."""
 
 
 @dataclass(slots=True)
@@ -178,7 +177,7 @@ def test_corrupt_segments(run: Run) -> None:
     run.second.call("forget")
 
 
-@TWO_FAMILIES
+@pytest.mark.parametrize("run", ["hybrid"], indirect=True)
 def test_a_daemon_that_is_killed_during_a_load(run: Run) -> None:
     assert run.until_hit(run.first, 4)
     run.first.call("forget")

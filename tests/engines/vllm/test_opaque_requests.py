@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,26 +106,6 @@ def test_no_prompt_is_handed_over(plain: Engine, here: Engine) -> None:
         answer = here.timed([tokens], params=params)
         assert (answer.tokens, answer.params) == (expected, [None])
     assert "no prompt is handed over to another engine: the segments of the model are" in here.log.read_text()
-
-
-def test_weights_that_change_in_place(
-    plain: Engine, there: Engine, start: Start, window: Path, cluster: Cluster, tmp_path: Path
-) -> None:
-    trained = save_mistral(tmp_path / "trained", replace(SIZES, seed=1))
-    fresh, changing = start(model=trained), start(pool_of(cluster.nodes[0], match_ms=2000), model=window)
-    tokens = prompt(1000, 4)
-    old, new = (engine.generate([tokens])[0] for engine in (plain, fresh))
-    assert old != new
-    until_hit(changing, tokens, old, CACHED)
-    assert changing.call("reset", how="reset")
-    changing.call("reload", directory=str(trained), version=None)
-    answer = changing.timed([tokens])
-    assert (answer.tokens[0], answer.cached) == (new, 0), "a segment of the old weights was loaded"
-    until_hit(changing, tokens, new, CACHED)
-    # Other engines keep the segments of the old weights.
-    until_hit(there, tokens, old, CACHED)
-    check_control(cluster, there, tokens, old)
-    assert tracebacks(changing) == []
 
 
 def test_an_image(start: Start, cluster: Cluster, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tokenlake_client.engines.vllm import TokenLakeConnector
-from tokenlake_client.engines.vllm.counters import COUNTS, TIMES
+from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.stats import TokenLakeStats
 from tokenlake_testing.cluster import parse_metrics
 from tokenlake_testing.vllm_engine import transfer_of
@@ -51,7 +51,7 @@ def test_every_count_has_a_series_from_the_start() -> None:
     series = page.series()
     assert set(series.values()) == {0.0}
     for count in COUNTS.values():
-        name = count.series.partition("{")[0]
+        name = count.series(PREFIX).partition("{")[0]
         labels = [f'{label}="{value}"' for label, value in count.labels.items()]
         found = [key for key in series if key.startswith(f"{name}{{") and all(each in key for each in labels)]
         assert len(found) == 2, "one for each engine"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engines.vllm.conftest import PATIENT_NODES, metrics_of, pool_of, prompt
 from tests.engines.vllm.test_opaque import SIZES
-from tokenlake_client.engines.vllm.counters import COUNTS, TIMES
+from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.families import save_mistral, save_sliding_window
@@ -33,8 +33,8 @@ def check_pages(pages: list[dict[str, float]], counts: list[dict[str, float]]) -
     same."""
     for page, count in zip(pages, counts, strict=True):
         for name, each in COUNTS.items():
-            if each.series and name != "hook_seconds":
-                assert page[each.series] == pytest.approx(count[name]), name
+            if name != "hook_seconds":
+                assert page[each.series(PREFIX)] == pytest.approx(count[name]), name
         prompts = {name: value for name, value in page.items() if name.startswith("vllm:tokenlake_prompt_tokens_total")}
         assert sum(prompts.values()) == page["vllm:prefix_cache_queries_total"]
         tiers = {"device": "vllm_cache", "host": "this_node", "p2p": "other_nodes"}

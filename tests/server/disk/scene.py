@@ -25,11 +25,11 @@ def bytes_of(key: bytes, nbytes: int) -> bytes:
     return random.Random(key).randbytes(nbytes)
 
 
-def checksums_of(segment: bytes | memoryview, shards: int = SHARDS) -> bytes:
+def checksums_of(segment: bytes | memoryview) -> bytes:
     """The checksums of the shards."""
-    size = len(segment) // shards
+    size = len(segment) // SHARDS
     return b"".join(
-        xxhash.xxh3_64_intdigest(segment[at : at + size]).to_bytes(8, "little") for at in range(0, size * shards, size)
+        xxhash.xxh3_64_intdigest(segment[at : at + size]).to_bytes(8, "little") for at in range(0, size * SHARDS, size)
     )
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.server.disk import scene
 from tests.server.disk.medium import Inode, Medium, MediumFiles
 from tests.server.disk.scene import Entry, bytes_of, checksums_of, commit, entries, entry, put
+from tokenlake.layout import MAX_SHARDS
+from tokenlake_server.disk import segments
 from tokenlake_server.disk.directory import IDENTITY, pack_identity, read_identity
 from tokenlake_server.disk.encryption import DiskKeys
 from tokenlake_server.disk.files import DirectoryFiles, DirectoryInUse, Files
@@ -64,6 +67,21 @@ def test_content_comes_back() -> None:
         put(store, io, entry(2, 2), b"t" * 5000)
         assert store.read(io, entry(1, 1).where, aligned_memory(4096)).content == b"tokens"
         assert store.read(io, entry(2, 2).where, aligned_memory(4096)).content == b""
+
+
+@pytest.mark.parametrize("keys", [DiskKeys(), DiskKeys([NEW])], ids=["plain", "encrypted"])
+def test_the_header_has_room_for_64_shards(keys: DiskKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the tags of as many chunks as a segment may have, and the content of 256 tokens."""
+    monkeypatch.setattr(segments, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(scene, "SHARDS", MAX_SHARDS)
+    store, _ = opened(MediumFiles(Medium()), keys)
+    each, segment, content = entry(1, 1, slot_bytes=4096 * segments.MAX_CHUNKS), aligned_memory(4096 * 64), bytes(1536)
+    put(store, SegmentIO(keys), each, content)
+    stored = store.read(SegmentIO(keys), each.where, segment)
+    assert bytes(segment) == bytes_of(each.key, each.slot_bytes)
+    assert (stored.checksums, stored.content) == (checksums_of(segment), content)
+    commit(store, [each])
+    assert [record.where for part in store.open("c", "node", keys) for record in entries(part)] == [each.where]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tokenlake.core.report.account import Account
 from tokenlake.core.report.explain import Trail
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
+from tokenlake.layout import MAX_SHARDS
 from tokenlake.memory import Segment, State
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, peer
@@ -35,8 +36,8 @@ PROCESS_BYTES, HELD_BYTES = 256, 2
 """Bytes that are charged for each further process that holds a lease, and for each segment of it."""
 WRITER_BYTES = 96
 """Bytes that are charged for each segment of a write and each further process that may write into it."""
-MAX_PROCESSES = 64
-"""Maximum number of processes that hold a lease, or a write."""
+MAX_PROCESSES = 2 * MAX_SHARDS
+"""Maximum number of processes that hold a lease, or a write: the ranks of an engine and its scheduler."""
 MAX_SESSION_BYTES, MAX_BYTES = 16 << 20, 32 << 20
 """Limits of the bytes charged for the leases and writes of one session, and of all tenants together, which share them
 in equal parts."""

@@ -159,8 +159,7 @@ class Writes:
 
     def _publish(self, process: Process, write: Write, request: engine.Commit) -> bytes:
         session = process.session
-        shards = [shard for shard in range(session.shards) if request.shards >> shard & 1]
-        per_segment = CHECKSUM_BYTES * len(shards)
+        per_segment = CHECKSUM_BYTES * request.shards.bit_count()
         codes = bytearray()
         whole: list[Segment] = []
         for position, index in enumerate(request.indices):
@@ -169,7 +168,7 @@ class Writes:
             if segment is None or len(checksums) != per_segment:
                 codes.append(Code.EXPIRED)
                 continue
-            committed = self._context.store.commit_shards(segment, shards, checksums)
+            committed = self._context.store.commit_shards(segment, request.shards, checksums)
             codes.append(Code.COMMITTED if committed else Code.RESERVED)
             if not committed:
                 self._grants.filled(write, process.connection, index)

@@ -6,9 +6,11 @@ refused, with the name of the setting, because a cache whose meaning is unknown 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
@@ -103,3 +105,14 @@ def _canonical(value: Mapping[str, object]) -> str:
 
 def _refused(field: str, value: object, reason: str) -> LayoutRefused:
     return LayoutRefused(f"model configuration field '{field}' is {str(value)[:80]!r}: {reason}")
+
+
+def directory_in_cache(model: str, revision: str | None, cache: str | None) -> Path:
+    """The directory of a model that an engine has downloaded from Hugging Face. `cache`: where; None: the default
+    place. Raises `LayoutRefused` where it is not there."""
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        found = hub.snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+    except Exception as error:
+        raise LayoutRefused(f"the weights of {model!r} are not in the local cache: {error}") from error
+    return Path(found)

@@ -27,14 +27,14 @@ from lmcache.v1.platform import create_event_notifier
 
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.page_counts import PageCounters, PageCounts
+from tokenlake_client.engines.common.pages import PageKind, Parts
 from tokenlake_client.engines.common.reports import Reports
+from tokenlake_client.engines.common.status import PoolStatus
 from tokenlake_client.engines.lmcache.identity import ObjectForm, form_of, layout_of, name_of
 from tokenlake_client.engines.lmcache.metrics import AdapterSeries
 from tokenlake_client.engines.lmcache.objects import ObjectStore
 from tokenlake_client.engines.lmcache.settings import read_settings
-from tokenlake_client.engines.sglang.counters import Counts, StorageCounters
-from tokenlake_client.engines.sglang.pages import PageKind, Parts
-from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.pool import Pool
 
 logger = logging.getLogger("lmcache.tokenlake")
@@ -48,14 +48,6 @@ MAX_RESULTS = 4096
 aborts."""
 CONNECT_S = 10.0
 """Seconds for which a store waits for the first connection, whose digest may read the model's files."""
-
-
-class _Form:
-    """The objects of one form, and the connection that stores them."""
-
-    def __init__(self, store: ObjectStore, connection: Connection) -> None:
-        self.store = store
-        self.connection = connection
 
 
 class _Tasks:
@@ -115,11 +107,11 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
         """`params`: LMCache's `adapter_params`. Raises `ConfigurationError` for an unknown or invalid setting."""
         super().__init__()
         self.settings = read_settings(params, os.environ)
-        self.counters = StorageCounters()
+        self.counters = PageCounters()
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self._status = PoolStatus(logger)
         self._lock = threading.Lock()
-        self._forms: dict[ObjectForm, _Form] = {}
+        self._forms: dict[ObjectForm, ObjectStore] = {}
         self._layouts = threading.Lock()
         self._series: AdapterSeries | None = None
         try:
@@ -130,7 +122,7 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
         self._lookups, self._loads, self._stores = (_Tasks(kind) for kind in ("lookup", "load", "store"))
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> PageCounts:
         """A copy of the counts."""
         return self.counters.read()
 
@@ -167,24 +159,24 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
             names = [name_of(key) for key in keys]
             with self._lock:
                 forms = list(self._forms.items())
-            for form, kept in forms:
+            for form, store in forms:
                 own = [
                     name
                     for name, key in zip(names, keys, strict=True)
                     if (key.model_name, key.object_group_id) == (form.model, form.group)
                 ]
-                kept.store.unlock(own)
+                store.unlock(own)
         except Exception as error:
             self._reports.failure("unlocking objects", error)
 
     def _look_up(self, keys: Sequence[Any], form: Callable[[int], ObjectForm]) -> Any:
         found = Bitmap(len(keys))
 
-        def lock(kept: _Form, indices: list[int], names: list[str]) -> None:
-            for index, hit in zip(indices, kept.store.lock(names), strict=True):
+        def lock(store: ObjectStore, indices: list[int], names: list[str]) -> None:
+            for index, hit in zip(indices, store.lock(names), strict=True):
                 if hit:
                     found.set(index)
-            self._status.update(kept.connection.pool, silent=False)
+            self._status.update(store.connection.pool, silent=False)
 
         self._each_form("looking up objects", keys, form, lock)
         return found
@@ -210,9 +202,9 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         loaded = Bitmap(len(keys))
 
-        def load(kept: _Form, indices: list[int], names: list[str]) -> None:
+        def load(store: ObjectStore, indices: list[int], names: list[str]) -> None:
             places = [_place(objects[index]) for index in indices]
-            for index, done in zip(indices, kept.store.load_each(names, places), strict=True):
+            for index, done in zip(indices, store.load_each(names, places), strict=True):
                 if done:
                     loaded.set(index)
 
@@ -222,13 +214,13 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         done: list[int] = []
 
-        def store(kept: _Form, indices: list[int], names: list[str]) -> None:
+        def save(store: ObjectStore, indices: list[int], names: list[str]) -> None:
             places = [_place(objects[index]) for index in indices]
-            kept.connection.get(CONNECT_S)
-            stored = kept.store.save(names, places)
+            store.connection.get(CONNECT_S)
+            stored = store.save(names, places)
             done.extend(index for index, each in zip(indices, stored, strict=True) if each)
 
-        self._each_form("storing objects", keys, lambda index: _form_in_memory(keys, objects, index), store)
+        self._each_form("storing objects", keys, lambda index: _form_in_memory(keys, objects, index), save)
         nbytes = sum(size for index in done for _, size in _place(objects[index]))
         return L2StoreResult(len(done) == len(keys), nbytes)
 
@@ -237,7 +229,7 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
         operation: str,
         keys: Sequence[Any],
         form: Callable[[int], ObjectForm],
-        do: Callable[[_Form, list[int], list[str]], None],
+        do: Callable[[ObjectStore, list[int], list[str]], None],
     ) -> None:
         """Call `do` for the objects of each form: with their indices into `keys`, and their names. Never raises."""
         try:
@@ -246,13 +238,13 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
                 by_form.setdefault(form(index), []).append(index)
             for each, indices in by_form.items():
                 names = [name_of(keys[index]) for index in indices]
-                do(self._form(each), indices, names)
+                do(self._store_of(each), indices, names)
         except Exception as error:
             self._reports.failure(operation, error)
 
     # -- connections
 
-    def _form(self, form: ObjectForm) -> _Form:
+    def _store_of(self, form: ObjectForm) -> ObjectStore:
         with self._lock:
             kept = self._forms.get(form)
             if kept is None:
@@ -261,23 +253,15 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
                 connection = Connection(lambda: self._connect(form), self._reports.failure, at_once=False, wait_s=0.0)
                 # Objects of other groups stand for the same tokens as those of the first one.
                 kind = PageKind(form.group, 0 if form.group else self.settings.chunk_tokens)
-                store = ObjectStore(
-                    kind, connection.get, lambda: None, self.settings, self.counters, self._reports.failure
+                kept = self._forms[form] = ObjectStore(
+                    kind, connection, lambda: None, self.settings, self.counters, self._reports.failure
                 )
-                kept = self._forms[form] = _Form(store, connection)
         return kept
 
     def _connect(self, form: ObjectForm) -> Pool:
         with self._layouts:
             layout = layout_of(form, lmcache.__version__, self.settings)
-        return Pool.connect(
-            self.settings.socket or None,
-            layout,
-            self.settings.credential,
-            verify=self.settings.verify,
-            daemon_uid=self.settings.daemon_uid,
-            deadlines=self.settings.deadlines,
-        )
+        return self.settings.connect(layout)
 
     # -- the rest of LMCache's interface
 
@@ -298,9 +282,8 @@ class TokenLakeL2(L2AdapterInterface):  # type: ignore[misc]
         series, self._series = self._series, None
         if series is not None:
             series.close()
-        for kept in forms:
-            kept.store.close()
-            kept.connection.close()
+        for store in forms:
+            store.close()
 
 
 def _form_in_memory(keys: Sequence[Any], objects: Sequence[Any], index: int) -> ObjectForm:

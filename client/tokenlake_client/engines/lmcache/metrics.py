@@ -6,29 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokenlake_client.engines.sglang.counters import COUNTS, StorageCounters
+from tokenlake_client.engines.common.page_counts import COUNTS, PageCounters, documentation
 
 PREFIX = "lmcache:tokenlake_"
 """The beginning of the names of all metrics."""
-HERE = {
-    "SGLang's host memory": "LMCache's memory",
-    "SGLang's": "the adapter's",
-    "SGLang": "LMCache",
-    "pages": "objects",
-}
-
-
-def of_objects(text: str) -> str:
-    """A text about the pages of SGLang's storage backend as one about LMCache's objects."""
-    for theirs, ours in HERE.items():
-        text = text.replace(theirs, ours)
-    return text
 
 
 class AdapterSeries:
     """A collector of prometheus-client, which reads the counts of one adapter."""
 
-    def __init__(self, counters: StorageCounters) -> None:
+    def __init__(self, counters: PageCounters) -> None:
         """Adds itself to the registry of this process. Raises ImportError."""
         from prometheus_client import REGISTRY
 
@@ -43,14 +30,11 @@ class AdapterSeries:
         counts = self._counters.read()
         families: dict[str, Any] = {}
         for name, count in COUNTS.items():
-            meaning = "tokens of lookups by what was found" if count.source else of_objects(count.meaning)
-            family = families.get(count.metric)
-            if family is None:
-                labels = ["source"] if count.source else []
-                family = families[count.metric] = CounterMetricFamily(
-                    PREFIX + count.metric, f"TokenLake: {meaning}.", labels=labels
+            if count.metric not in families:
+                families[count.metric] = CounterMetricFamily(
+                    PREFIX + count.metric, documentation(count), labels=list(count.labels)
                 )
-            family.add_metric([count.source] if count.source else [], getattr(counts, name))
+            families[count.metric].add_metric(list(count.labels.values()), getattr(counts, name))
         yield from families.values()
 
     def close(self) -> None:

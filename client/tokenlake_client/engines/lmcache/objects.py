@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.sglang.pages import WINDOW, PageStore, Parts, move, out_of
+from tokenlake_client.engines.common.pages import WINDOW, PageStore, Parts, move, out_of
 
 MAX_LOSSES = 4
 """Limit of the lost objects of one load, after which the load ends: each may cost the deadline of a transfer."""

@@ -7,17 +7,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tokenlake.config import ENGINE_PREFIX
 from tokenlake.config.kinds import Text
-from tokenlake.config.setting import Setting, read
-from tokenlake.config.sources import of_environment
+from tokenlake.config.setting import Setting
 from tokenlake.errors import ConfigurationError
-from tokenlake_client.engines.sglang.settings import StorageSettings
+from tokenlake_client.engines.common.page_settings import PageSettings
 
 
-class AdapterSettings(StorageSettings, frozen=True, kw_only=True):
-    """The adapter's settings: those of SGLang's storage backend, where a page is one of LMCache's objects, and these.
-    `read_settings` makes this object and checks the values."""
+class AdapterSettings(PageSettings, frozen=True, kw_only=True):
+    """The adapter's settings. A page is one of LMCache's objects."""
 
     engine: Annotated[
         Text,
@@ -44,19 +41,10 @@ class AdapterSettings(StorageSettings, frozen=True, kw_only=True):
             why="LMCache unlocks after each load",
         ),
     ] = 60.0
-    salt: Annotated[
-        Text | None,
-        Setting(
-            "part of every key: servers share only with servers of the same salt. The `cache_salt` of a request is "
-            "part of its keys too",
-            why="all servers of a tenant share",
-            default="none",
-        ),
-    ] = None
     weights_digest: Annotated[
         Text | None,
         Setting(
-            "name of weights and configuration; servers with the same name share, whatever their engines load",
+            "name of weights and configuration; engines with the same name share, whatever they load",
             why="files with other contents get another digest by themselves",
             default="digest of the directory that the engine's `--model` names; needed where that is no directory",
         ),
@@ -67,12 +55,7 @@ def read_settings(params: Mapping[str, object], environ: Mapping[str, str]) -> A
     """The settings in `params` (LMCache's `adapter_params`) and `environ` (variables of the environment); `params`
     takes precedence. Raises `ConfigurationError` for the first setting that is unknown or invalid, and where `engine`
     is missing."""
-    given = [
-        *of_environment(environ, ENGINE_PREFIX),
-        *((str(name), value, "adapter_params") for name, value in params.items()),
-    ]
-    values, _ = read(AdapterSettings, given)
-    settings = AdapterSettings(**values)
+    settings = AdapterSettings.of(params, "adapter_params", environ)
     if not settings.engine:
         raise ConfigurationError("engine", settings.engine, "the engine, its version and its settings")
     return settings

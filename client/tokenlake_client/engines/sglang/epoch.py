@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import secrets
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.weights import digest_of_version
+from tokenlake_client.engines.common.replaced_methods import replace
+from tokenlake_client.weights import digest_of_version, random_version
 
-RANDOM_BYTES = 16
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"
 UPDATES = (
     "begin_weight_update",
@@ -33,7 +32,6 @@ UPDATES = (
     "end_weight_update",
 )
 CONTROLLER = "sglang.srt.managers.cache_controller", "HiCacheController"
-_REPLACED = "_tokenlake"
 
 
 class Weights:
@@ -77,7 +75,7 @@ class Weights:
         self._changed()
         with self._lock:
             self._usable = True
-            self._version = f"random {secrets.token_hex(RANDOM_BYTES)}"
+            self._version = random_version()
 
 
 _watching: weakref.WeakSet[Weights] = weakref.WeakSet()
@@ -88,41 +86,26 @@ def watch(weights: Weights) -> bool:
     the weights would not be noticed."""
     try:
         updater, controller = (getattr(importlib.import_module(path), name) for path, name in (UPDATER, CONTROLLER))
-        methods = [(updater, name, _before_update) for name in UPDATES] + [(controller, "reset", _after_reset)]
-        for owner, name, _ in methods:
-            getattr(owner, name)
+        for name in UPDATES:
+            replace(updater, name, functools.partial(_before_update, name), name)
+        replace(controller, "reset", _after_reset, "reset")
     except (ImportError, AttributeError):
         return False
-    for owner, name, hook in methods:
-        _replace(owner, name, hook)
     _watching.add(weights)
     return True
 
 
-def _replace(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-    if getattr(original, _REPLACED, False):
-        return
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(name, self, functools.partial(original, self, *args, **kwargs))
-
-    setattr(method, _REPLACED, True)
-    setattr(owner, name, method)
-
-
-def _before_update(name: str, updater: Any, original: Callable[[], Any]) -> Any:
+def _before_update(name: str, updater: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # The end of a session changes weights only where none was loaded in it: they were written from outside then.
     session = getattr(updater, "_session", None)
     if name != "end_weight_update" or not getattr(session, "loaded_weights", False):
         for weights in list(_watching):
             weights.change()
-    return original()
+    return original(*args, **kwargs)
 
 
-def _after_reset(name: str, controller: Any, original: Callable[[], Any]) -> Any:
-    result = original()
+def _after_reset(controller: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
     for weights in list(_watching):
         weights.emptied()
     return result

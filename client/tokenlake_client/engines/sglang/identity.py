@@ -6,7 +6,6 @@ Engines share pages only if all of it is equal. The layout is opaque: the pool d
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from typing import Any
 
 from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.sglang.settings import StorageSettings
-from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
+from tokenlake_client.engines.common.model_config import directory_in_cache
+from tokenlake_client.engines.common.page_settings import PageSettings
+from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_formats
 
 KV = "kv"
 """SGLang's name of the pool of keys and values."""
@@ -24,8 +24,6 @@ MIN_PAGE_TOKENS = 16
 """The smallest page: each page is a segment, and the calls for a segment cost as much as the copy of a small one."""
 FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
 """The supported load formats: they read the weight files of the directory unchanged."""
-CONSOLIDATED = "consolidated"
-"""The prefix of the names of weight files in Mistral's format."""
 
 MODEL_SETTINGS = (
     "model_impl",
@@ -201,19 +199,19 @@ def pool_facts(name: str, host_pool: Any, config: Any, *, part_bytes: Sequence[i
     return PoolFacts(name, tokens, tuple(part_bytes), facts, rank)
 
 
-def weights_digest_of(engine: EngineFacts, settings: StorageSettings) -> str:
+def weights_digest_of(engine: EngineFacts, settings: PageSettings) -> str:
     """The digest of the weights that the engine has loaded. Reads the model's files the first time. Raises
     `LayoutRefused` for weights that cannot be identified."""
     changes = {name: engine.values[name] for name in MODEL_SETTINGS if _given(engine.values.get(name))}
     if settings.weights_digest:
         return digest_of_changes(settings.weights_digest, changes)
     directory = _directory_of(engine.model, engine, engine.load_format)
-    if len({(path.suffix, path.name.startswith(CONSOLIDATED)) for path in weight_files(directory)}) > 1:
+    if weight_formats(directory) > 1:
         changes["load_format"] = engine.load_format
     return digest_of_changes(digest_of_directory(directory), changes)
 
 
-def layout_of(engine: EngineFacts, pool: PoolFacts, weights_digest: str, settings: StorageSettings) -> OpaqueLayout:
+def layout_of(engine: EngineFacts, pool: PoolFacts, weights_digest: str, settings: PageSettings) -> OpaqueLayout:
     """The layout of one host pool. Raises `LayoutRefused` for an engine that the pool cannot serve."""
     check_engine(engine)
     cache = {
@@ -249,7 +247,7 @@ def group_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
-def _digest_of_draft(engine: EngineFacts, settings: StorageSettings) -> str | None:
+def _digest_of_draft(engine: EngineFacts, settings: PageSettings) -> str | None:
     if not engine.draft:
         return None
     if settings.weights_digest and not Path(engine.draft).is_dir():
@@ -266,14 +264,7 @@ def _directory_of(model: str, engine: EngineFacts, load_format: str) -> Path:
         )
     if Path(model).is_dir():
         return Path(model)
-    # The local cache of Hugging Face is enough, because SGLang has downloaded the weights before.
-    try:
-        found = importlib.import_module("huggingface_hub").snapshot_download(
-            model, revision=engine.revision, cache_dir=engine.download_dir, local_files_only=True
-        )
-    except Exception as error:
-        raise LayoutRefused(f"the weights of {model!r} are not in the local cache: {error}") from error
-    return Path(found)
+    return directory_in_cache(model, engine.revision, engine.download_dir)
 
 
 def _given(value: object) -> bool:

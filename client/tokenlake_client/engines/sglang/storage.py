@@ -30,9 +30,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.common.connection import Connection, declined
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.page_counts import PageCounters, PageCounts
+from tokenlake_client.engines.common.pages import PageKind, PageStore, Parts
 from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.sglang.counters import Counts, StorageCounters
+from tokenlake_client.engines.common.status import PoolStatus
 from tokenlake_client.engines.sglang.epoch import Weights, watch
 from tokenlake_client.engines.sglang.hits import SidePool, needed, restorable
 from tokenlake_client.engines.sglang.identity import (
@@ -46,9 +48,7 @@ from tokenlake_client.engines.sglang.identity import (
     weights_digest_of,
 )
 from tokenlake_client.engines.sglang.metrics import StorageSeries
-from tokenlake_client.engines.sglang.pages import PageKind, PageStore, Parts
 from tokenlake_client.engines.sglang.settings import read_settings
-from tokenlake_client.engines.vllm.status import PoolStatus
 from tokenlake_client.pool import Pool
 
 logger = logging.getLogger("sglang.tokenlake")
@@ -57,11 +57,10 @@ logger = logging.getLogger("sglang.tokenlake")
 class _Side:
     """One of SGLang's host pools, and its pages in the pool."""
 
-    def __init__(self, host_pool: Any, facts: PoolFacts, pages: PageStore, connection: Connection) -> None:
+    def __init__(self, host_pool: Any, facts: PoolFacts, pages: PageStore) -> None:
         self.host_pool = host_pool
         self.facts = facts
         self.pages = pages
-        self.connection = connection
 
     def places(self, host_indices: Any, pages: int) -> list[Parts]:
         """The parts of `pages` pages in SGLang's host memory. Raises `ValueError` where SGLang gives other sizes than
@@ -76,10 +75,6 @@ class _Side:
         pairs = list(zip(addresses, sizes, strict=True))
         return [pairs[at : at + parts] for at in range(0, len(pairs), parts)]
 
-    def close(self) -> None:
-        self.pages.close()
-        self.connection.close()
-
 
 class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
     """The pool as a storage backend of HiCache. No method raises after the start; without the pool, lookups are misses
@@ -89,7 +84,7 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
         """SGLang's arguments of a dynamic backend. Raises `ConfigurationError` for an unknown or invalid setting."""
         self.config = storage_config
         self.settings = read_settings(storage_config.extra_config or {}, os.environ)
-        self.counters = StorageCounters()
+        self.counters = PageCounters()
         self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self._status = PoolStatus(logger)
         self._sides: dict[str, _Side] = {}
@@ -112,7 +107,7 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
                 self._reports.failure("making metrics", error)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> PageCounts:
         """A copy of the counts of this rank."""
         return self.counters.read()
 
@@ -147,21 +142,12 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
         connection = Connection(lambda: self._connect(facts), self._failed, at_once=False, wait_s=0.0)
         counted = name == KV and not (self.config.tp_rank or self.config.pp_rank or self.config.attn_cp_rank)
         kind = PageKind(group_of(name), facts.page_tokens if counted else 0)
-        pages = PageStore(
-            kind, connection.get, self._weights.digest, self.settings, self.counters, self._reports.failure
-        )
-        self._sides[name] = _Side(host_pool, facts, pages, connection)
+        pages = PageStore(kind, connection, self._weights.digest, self.settings, self.counters, self._reports.failure)
+        self._sides[name] = _Side(host_pool, facts, pages)
         connection.get()
 
     def _connect(self, facts: PoolFacts) -> Pool:
-        return Pool.connect(
-            self.settings.socket or None,
-            self._layout(facts),
-            self.settings.credential,
-            verify=self.settings.verify,
-            daemon_uid=self.settings.daemon_uid,
-            deadlines=self.settings.deadlines,
-        )
+        return self.settings.connect(self._layout(facts))
 
     def _layout(self, facts: PoolFacts) -> OpaqueLayout:
         try:
@@ -186,7 +172,7 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
         if not self._refusal:
             self._refusal = reason
             self._reports.warn(f"served without the pool: {reason}")
-            self._declined = declined(self.settings.socket, self.settings.daemon_uid, reason)
+            self._declined = self.settings.decline(reason)
 
     # -- looking up
 
@@ -198,7 +184,7 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
                 return len(keys) if self._logical and not self._refusal else 0
             found = side.pages.find(keys)
             # Of SGLang's three threads only this one logs the state.
-            self._status.update(side.connection.pool, silent=False)
+            self._status.update(side.pages.connection.pool, silent=False)
             return found
         except Exception as error:
             self._reports.failure("batch_exists", error)
@@ -312,7 +298,7 @@ class TokenLakeStorage(HiCacheStorage):  # type: ignore[misc]
         """Release all leases, and leave the session. Idempotent."""
         for side in list(self._sides.values()):
             try:
-                side.close()
+                side.pages.close()
             except Exception as error:
                 self._reports.failure("closing the pool", error)
         if self._declined is not None:

@@ -20,7 +20,7 @@ from tokenlake_client.engines.common.slots import host_tensor
 from tokenlake_client.engines.devices.base import Device
 from tokenlake_client.engines.devices.cuda import CudaDevice
 from tokenlake_client.engines.devices.staging import Staging
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.parts import Part
 
 
 class Cache(Protocol):

@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import typing
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from tokenlake_client.engines.common.counts import Count, declared
 from tokenlake_client.engines.common.reports import Counters
 
 PREFIX = "vllm:tokenlake_"
@@ -48,35 +48,24 @@ ALL = frozenset(Side)
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """The declaration of a count. `meaning` is a phrase without a final dot."""
+class SideCount(Count):
+    """The declaration of a count of the connector."""
 
-    meaning: str
-    metric: str
-    """The name of the metric between `PREFIX` and `_total`."""
-    source: str = ""
-    """The value of the metric's label `source`; empty: the metric has no such label."""
     action: tuple[str, str] | None = None
     """The values of the metric's labels `action` and `outcome`; None: the metric has none."""
     sides: frozenset[Side] = SCHEDULER
     """The sides whose count the metric adds up."""
 
     @property
-    def series(self) -> str:
-        """The time series on the metrics page."""
-        told = ",".join(f'{name}="{value}"' for name, value in self.labels.items())
-        return f"{PREFIX}{self.metric}_total{{{told}}}" if told else f"{PREFIX}{self.metric}_total"
-
-    @property
     def labels(self) -> dict[str, str]:
-        """The labels of the time series, beside vLLM's own."""
+        """See `Count`."""
         if self.action is not None:
             return dict(zip(("action", "outcome"), self.action, strict=True))
         return {"source": self.source} if self.source else {}
 
 
-def _action(act: str, outcome: str) -> Count:
-    return Count(f"actions `{act}` of routers, {outcome}", "kv_hints", action=(act, outcome))
+def _action(act: str, outcome: str) -> SideCount:
+    return SideCount(f"actions `{act}` of routers, {outcome}", "kv_hints", action=(act, outcome))
 
 
 @dataclass(slots=True)
@@ -84,24 +73,25 @@ class Counts:
     """Sums since the engine started. Tokens are counted for requests that the pool can serve."""
 
     requests: Annotated[
-        int, Count("requests that the pool can serve and that vLLM gave blocks; again after a preemption", "requests")
+        int,
+        SideCount("requests that the pool can serve and that vLLM gave blocks; again after a preemption", "requests"),
     ] = 0
     requests_not_served: Annotated[
         int,
-        Count("requests that the pool cannot serve: with embeddings, for example", "requests_not_served"),
+        SideCount("requests that the pool cannot serve: with embeddings, for example", "requests_not_served"),
     ] = 0
     tokens_local: Annotated[
-        int, Count("tokens of requests, found in vLLM's own prefix cache", "prompt_tokens", "vllm_cache")
+        int, SideCount("tokens of requests, found in vLLM's own prefix cache", "prompt_tokens", "vllm_cache")
     ] = 0
     tokens_hit_here: Annotated[
-        int, Count("tokens taken from the pool, whose segments were on this node", "prompt_tokens", "this_node")
+        int, SideCount("tokens taken from the pool, whose segments were on this node", "prompt_tokens", "this_node")
     ] = 0
     tokens_hit_remote: Annotated[
-        int, Count("tokens taken from the pool, whose segments were on other nodes", "prompt_tokens", "other_nodes")
+        int, SideCount("tokens taken from the pool, whose segments were on other nodes", "prompt_tokens", "other_nodes")
     ] = 0
     tokens_skipped_by_cost: Annotated[
         int,
-        Count(
+        SideCount(
             "tokens found in the pool and computed, because that was predicted to be faster",
             "prompt_tokens",
             "skipped_by_cost",
@@ -109,7 +99,7 @@ class Counts:
     ] = 0
     tokens_not_found: Annotated[
         int,
-        Count(
+        SideCount(
             "tokens that the pool did not have, the tokens behind the last full segment, and those that another "
             "connector within `MultiConnector` loaded",
             "prompt_tokens",
@@ -118,7 +108,7 @@ class Counts:
     ] = 0
     tokens_not_asked: Annotated[
         int,
-        Count(
+        SideCount(
             "tokens for which there was no answer of the pool: no daemon, a late lookup, an earlier load that failed, "
             "or a prompt without a full segment",
             "prompt_tokens",
@@ -127,17 +117,20 @@ class Counts:
     ] = 0
     lookups_late: Annotated[
         int,
-        Count("lookups without an answer within `match_ms`, or within the wait for another instance", "lookups_late"),
+        SideCount(
+            "lookups without an answer within `match_ms`, or within the wait for another instance", "lookups_late"
+        ),
     ] = 0
     loads_failed: Annotated[
-        int, Count("loads with segments that were lost, corrupt or late; their tokens were recomputed", "loads_failed")
+        int,
+        SideCount("loads with segments that were lost, corrupt or late; their tokens were recomputed", "loads_failed"),
     ] = 0
     tokens_loaded: Annotated[
-        int, Count("tokens whose cache was copied into a rank's blocks", "loaded_tokens", sides=FIRST_RANK)
+        int, SideCount("tokens whose cache was copied into a rank's blocks", "loaded_tokens", sides=FIRST_RANK)
     ] = 0
     tokens_stored: Annotated[
         int,
-        Count(
+        SideCount(
             "tokens in segments that the pool accepted and whose shards the rank filled",
             "stored_tokens",
             sides=FIRST_RANK,
@@ -145,7 +138,7 @@ class Counts:
     ] = 0
     tokens_not_stored: Annotated[
         int,
-        Count(
+        SideCount(
             "tokens in segments that were not stored: the pool had them already or refused them, the queue was full, "
             "the pool failed, or vLLM reused their blocks",
             "not_stored_tokens",
@@ -154,17 +147,19 @@ class Counts:
     ] = 0
     prefills_offered: Annotated[
         int,
-        Count("prompts that this engine computed and stores for another engine to decode", "prefills_offered"),
+        SideCount("prompts that this engine computed and stores for another engine to decode", "prefills_offered"),
     ] = 0
     prefills_taken: Annotated[
         int,
-        Count(
+        SideCount(
             "requests computed by another engine, of which this engine computed only the last token", "prefills_taken"
         ),
     ] = 0
     prefills_recomputed: Annotated[
         int,
-        Count("requests computed by another engine, of which this engine computed more tokens", "prefills_recomputed"),
+        SideCount(
+            "requests computed by another engine, of which this engine computed more tokens", "prefills_recomputed"
+        ),
     ] = 0
     hints_retain_obeyed: Annotated[int, _action("retain", "obeyed")] = 0
     hints_retain_malformed: Annotated[int, _action("retain", "malformed")] = 0
@@ -184,12 +179,12 @@ class Counts:
     hints_other_unknown: Annotated[int, _action("other", "unknown")] = 0
     hints_other_malformed: Annotated[int, _action("other", "malformed")] = 0
     hints_other_refused: Annotated[int, _action("other", "refused")] = 0
-    failures: Annotated[int, Count("errors of the pool; none of them reached vLLM", "failures", sides=ALL)] = 0
+    failures: Annotated[int, SideCount("errors of the pool; none of them reached vLLM", "failures", sides=ALL)] = 0
     hook_seconds: Annotated[
-        float, Count("seconds that vLLM spent in the connector's hooks", "hook_seconds", sides=BOTH)
+        float, SideCount("seconds that vLLM spent in the connector's hooks", "hook_seconds", sides=BOTH)
     ] = 0.0
     save_seconds: Annotated[
-        float, Count("seconds that the thread that stores segments was busy", "save_seconds", sides=FIRST_RANK)
+        float, SideCount("seconds that the thread that stores segments was busy", "save_seconds", sides=FIRST_RANK)
     ] = 0.0
 
     @property
@@ -203,12 +198,7 @@ class Counts:
         return sum(getattr(self, name) for name, count in COUNTS.items() if count.metric == "prompt_tokens")
 
 
-def _declared(counts: type[Counts]) -> dict[str, Count]:
-    hints = typing.get_type_hints(counts, include_extras=True)
-    return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(counts)}
-
-
-COUNTS: Mapping[str, Count] = _declared(Counts)
+COUNTS: Mapping[str, SideCount] = declared(Counts, SideCount)
 """The declarations of all counts, by name."""
 
 TIMES: Mapping[str, str] = {

@@ -11,13 +11,10 @@ The digest of an epoch depends on the event that began it::
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
-from tokenlake_client.weights import digest_of_version
-
-RANDOM_BYTES = 16
+from tokenlake_client.weights import digest_of_version, random_version
 
 
 class WeightsEpoch:
@@ -33,9 +30,7 @@ class WeightsEpoch:
         """Begin an epoch with a random version, because the weights may have changed. Returns the digest for the keys.
         `empty`: the engine's own cache is empty."""
         self._clean = empty
-        # The version of the weights is random, because the values of a counter would repeat in another engine or after
-        # a restart.
-        return digest_of_version(self._base or "", f"random {secrets.token_hex(RANDOM_BYTES)}")
+        return digest_of_version(self._base or "", random_version())
 
     def named(self, version: str) -> str | None:
         """The weights digest for weights that have this version; None where the version cannot be accepted."""

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError, LayoutRefused
-from tokenlake_client.engines.vllm.blocks import block_views
-from tokenlake_client.engines.vllm.connector import KnownLayoutConnector, backend_name
-from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
+from tokenlake_client.engines.vllm.known.blocks import block_views
+from tokenlake_client.engines.vllm.known.connector import KnownLayoutConnector, backend_name
+from tokenlake_client.engines.vllm.known.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakePromMetrics, TokenLakeStats, find_by_name
 

@@ -6,12 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenlake.identity import LeaseId
 from tokenlake.wire import Code
-from tokenlake_client.engines.vllm.step_plan import LoadTime, Part
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool import Pool
 
@@ -19,6 +19,23 @@ WINDOW = 32
 """The number of segments that are fetched at a time; their arrays keep them leased until they are copied."""
 LEAST_LEFT_S = 0.001
 """Seconds: the limit of further transfers of a load whose limit has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """The duration of one load, from the moment the rank began it."""
+
+    fetch_s: float
+    """Seconds until the load's segments were in this node's arena."""
+    copy_s: float
+    """The remaining seconds of the load, until its segments were copied into the blocks."""
+    lost: int = 0
+    """The number of the load's segments that were lost or arrived too late."""
+
+    def slower(self, other: LoadTime) -> LoadTime:
+        """The duration of the load at the slower of two ranks, with the larger number of lost segments."""
+        slower = max(self, other, key=lambda time: time.fetch_s + time.copy_s)
+        return replace(slower, lost=max(self.lost, other.lost))
 
 
 @dataclass(frozen=True, slots=True)

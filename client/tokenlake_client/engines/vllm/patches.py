@@ -7,9 +7,10 @@ version of vLLM lacks the class or the method, `apply` returns False.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any, NamedTuple
+
+from tokenlake_client.engines.common.replaced_methods import replace
 
 
 class Patch(NamedTuple):
@@ -28,25 +29,15 @@ a random epoch: nothing is shared under the trainer's version."""
 ADAPTERS = Patch("vllm.lora.worker_manager:WorkerLoRAManager", "_load_adapter", "adapters:load_adapter")
 """Tells which files of an adapter vLLM has loaded. Where it no longer fits, requests with LoRA adapters are served
 without the pool, which a warning says."""
-_REPLACED = "_tokenlake_hook"
 
 
 def apply(patch: Patch) -> bool:
     """Replace a method, unless that was done before. False: this vLLM lacks it."""
     try:
         owner = _named(patch.owner)
-        original = getattr(owner, patch.method)
+        replace(owner, patch.method, _named(f"{__package__}.{patch.hook}"), patch.hook)
     except (ImportError, AttributeError):
         return False
-    if getattr(original, _REPLACED, None) != patch.hook:
-        hook = _named(f"{__package__}.{patch.hook}")
-
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return hook(self, functools.partial(original, self), *args, **kwargs)
-
-        setattr(method, _REPLACED, patch.hook)
-        setattr(owner, patch.method, method)
     return True
 
 

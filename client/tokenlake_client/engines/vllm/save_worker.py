@@ -19,7 +19,7 @@ from tokenlake.wire import Code
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.common.reports import Counters
 from tokenlake_client.engines.vllm.counters import Counts
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.pool import Pool
 
 
@@ -213,7 +213,9 @@ class SaveWriter:
             codes = write.commit(save.mask)
         finally:
             write.leave()
-        return bytes(codes[part.segment] for part in save.parts)
+        # The codes end with the last segment that was reserved: the pool has the others already, or refused them.
+        known = codes.ljust(len(save.keys), bytes([Code.EXISTS]))
+        return bytes(known[part.segment] for part in save.parts)
 
     def _give_up(self, save: Save) -> None:
         self._drop(save)

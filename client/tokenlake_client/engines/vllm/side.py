@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from msgspec import structs
 from vllm.config import get_current_vllm_config_or_none
@@ -18,22 +18,16 @@ from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import NO_HINTS
-from tokenlake.identity import SessionId
-from tokenlake.opaque_layout import AnyLayout
-from tokenlake_client.engines.common.connection import Connection, declined
 from tokenlake_client.engines.common.kv_hints import OBEYED, REFUSED, Acts, Bring, acts_of, envelope_of
 from tokenlake_client.engines.common.reports import Reports
-from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, options_of
+from tokenlake_client.engines.common.status import PoolStatus
+from tokenlake_client.engines.vllm.adapters import Adapters, LoadedAdapters, RequestAdapter, options_of
 from tokenlake_client.engines.vllm.counters import Counts, EngineCounters
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch, version_refused
-from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.patches import ADAPTERS, apply
-from tokenlake_client.engines.vllm.request import hints_of, unnamed_media
-from tokenlake_client.engines.vllm.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.served_request import hints_of, unnamed_media
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.stats import TokenLakeStats, stats_of
-from tokenlake_client.engines.vllm.status import PoolStatus
-from tokenlake_client.pool import Pool
 from tokenlake_client.salts import account_of
 
 # The logger's name lies below "vllm", because vLLM formats and prints only the lines of its own logger and of those
@@ -66,6 +60,36 @@ def hook(default: Callable[[], Any] | None) -> Callable[[Hook], Hook]:
     return decorate
 
 
+class Admitted(NamedTuple):
+    """A request that the pool serves."""
+
+    acts: Acts
+    adapter: RequestAdapter | None
+
+
+class Planner(Protocol):
+    """The part of a connector that plans loads and saves, in vLLM's scheduler."""
+
+    def cache_emptied(self) -> None:
+        """vLLM's own cache was emptied."""
+
+    def new_weights(self, digest: str) -> None:
+        """The weights may have changed: `digest` is part of all keys from now on."""
+
+
+class OnRank(Protocol):
+    """The part of a connector that loads and saves, on a rank."""
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all segments are stored; False when `timeout` seconds were not enough."""
+
+    def sleep(self) -> None:
+        """vLLM is about to give up the memory of its cache."""
+
+    def wake(self) -> None:
+        """The cache has memory again, at the same addresses."""
+
+
 class Side:
     """The settings, counts, log and connections of one side of a connector: vLLM's scheduler, or a rank."""
 
@@ -76,24 +100,8 @@ class Side:
         self.counters = EngineCounters()
         self.reports = Reports(logger, self.counters, prefix="TokenLake: ")
         self.status = PoolStatus(logger)
+        self._adapters: Adapters | None = None
         _send_client_log_to_vllm()
-
-    def connect(self, layout: AnyLayout, session: int = 0, *, verify: bool) -> Pool:
-        """A connection to the daemon; in a session that another process of this engine has opened, unless `session` is
-        0. Raises the errors of `Pool.connect`."""
-        return Pool.connect(
-            self.settings.socket or None,
-            layout,
-            self.settings.credential,
-            session=SessionId(session),
-            verify=verify,
-            daemon_uid=self.settings.daemon_uid,
-            deadlines=self.settings.deadlines,
-        )
-
-    def decline(self, reason: str) -> Connection:
-        """Tell the daemon why the pool does not serve the engine (`declined`)."""
-        return declined(self.settings.socket, self.settings.daemon_uid, reason)
 
     def refuse(self, reason: str) -> None:
         """Log why the pool does not serve the engine or a request."""
@@ -121,12 +129,31 @@ class Side:
         """Count an act that brings a prompt. `done`: it was asked of the daemon."""
         self.counters.add(**{f"hints_{bring.act}_{OBEYED if done else REFUSED}": 1})
 
-    def adapters(self, lora_config: Any, dtype: Any) -> Adapters | None:
-        """The digests of the engine's LoRA adapters; None where it has none, or where the ranks cannot tell which ones
-        vLLM has loaded. `dtype`: that of the model."""
-        if lora_config is None or not apply(ADAPTERS):
+    def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
+        """Serve requests with LoRA adapters, if the engine has any and the ranks can tell which ones vLLM has loaded.
+        `dtype`: that of the model."""
+        if lora_config is not None and apply(ADAPTERS):
+            self._adapters = Adapters(options_of(lora_config, dtype), self._warn_of_adapter)
+
+    def admit(self, request: Any, reason: str | None = None) -> Admitted | None:
+        """What the connector needs to serve a request that has arrived. None: the pool cannot serve it, for `reason` or
+        for another one, which is counted and logged."""
+        lora = request.lora_request
+        if reason is None and lora is not None and self._adapters is None:
+            reason = "requests with LoRA adapters, whose loads this version of vLLM does not show"
+        reason = reason or unnamed_media(request.mm_features)
+        if reason is not None:
+            self.counters.add(requests_not_served=1)
+            self.refuse(reason)
             return None
-        return Adapters(options_of(lora_config, dtype), self._warn_of_adapter)
+        adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+        return Admitted(self.acts(request), adapter)
+
+    def close(self) -> None:
+        """End the threads that digest adapters."""
+        adapters, self._adapters = self._adapters, None
+        if adapters is not None:
+            adapters.close()
 
     def loaded_adapters(self) -> LoadedAdapters:
         """The adapters that vLLM loads on this rank from now on."""
@@ -173,9 +200,32 @@ class PoolHooks:
             self.hook_failed("reset_cache", error)
             return False
 
-    def planner(self) -> tuple[WeightsEpoch, SchedulerSide | ChunkManager] | None:
+    def planner(self) -> tuple[WeightsEpoch, Planner] | None:
         """The epoch of the weights, and the part that plans loads and saves; None on a rank, and without the pool."""
         raise NotImplementedError
+
+    def on_rank(self) -> OnRank | None:
+        """The part that loads and saves; None in vLLM's scheduler, and before vLLM has allocated its cache."""
+        raise NotImplementedError
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
+        part = self.on_rank()
+        return part is None or part.flush(timeout)
+
+    @hook(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        """vLLM's hook before sleep: the rank does not use the cache any more, and releases its page locks."""
+        part = self.on_rank()
+        if part is not None:
+            part.sleep()
+
+    @hook(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """vLLM's hook after sleep, with the cache at the same addresses."""
+        part = self.on_rank()
+        if part is not None:
+            part.wake()
 
     @hook(lambda: False)
     def reset_cache(self) -> bool:
@@ -210,13 +260,6 @@ class PoolHooks:
     def hook_failed(self, name: str, error: Exception) -> None:
         """Count and log an error of vLLM's hook `name`, so that vLLM goes on without the pool's help."""
         self.side.reports.failure(f"hook {name}", error)
-
-
-def not_served(request: Any, adapters: Adapters | None) -> str | None:
-    """The reason why the pool cannot serve a request of vLLM, whatever the layout; None if it can."""
-    if request.lora_request is not None and adapters is None:
-        return "requests with LoRA adapters, whose loads this version of vLLM does not show"
-    return unnamed_media(request.mm_features)
 
 
 def check_failure_policy() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenlake_client.engines.vllm.step_plan import Part
+from tokenlake_client.engines.vllm.parts import Part
 
 HASH_BYTES = 32
 """Size of a block hash that vLLM makes with SHA-256."""

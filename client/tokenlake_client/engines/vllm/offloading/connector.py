@@ -22,12 +22,25 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.vllm.disaggregated import is_split
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.offloading.identity import RankFacts, counted_group, identity_of, rank_facts
+from tokenlake_client.engines.vllm.offloading.identity import (
+    RankFacts,
+    counted_group,
+    has_recurrent_states,
+    identity_of,
+    rank_facts,
+    some_groups_forget,
+)
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
-from tokenlake_client.engines.vllm.offloading.spec import PoolManager, PoolWorker, TokenLakeOffloadingSpec
+from tokenlake_client.engines.vllm.offloading.spec import (
+    CHUNK_SETTING,
+    PoolManager,
+    PoolWorker,
+    TokenLakeOffloadingSpec,
+)
+from tokenlake_client.engines.vllm.offloading.worker import ChunkWorker
 from tokenlake_client.engines.vllm.patches import VERSION, apply
+from tokenlake_client.engines.vllm.served_request import is_split
 from tokenlake_client.engines.vllm.side import PoolHooks, Side, check_failure_policy, hook
 
 IDLE_S = 0.0005
@@ -64,10 +77,13 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         transfer.kv_load_failure_policy = "recompute"
         config = copy.copy(vllm_config)
         config.kv_transfer_config = copy.copy(transfer)
+        # A recurrent state is kept at the end of a block, which would be the end of a longer chunk by chance only.
+        chunk = {CHUNK_SETTING: 1} if has_recurrent_states(kv_cache_config) else {}
         config.kv_transfer_config.kv_connector_extra_config = {
             **transfer.kv_connector_extra_config,
             "spec_name": TokenLakeOffloadingSpec.__name__,
             "spec_module_path": TokenLakeOffloadingSpec.__module__,
+            **chunk,
         }
         super().__init__(config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
@@ -76,6 +92,7 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         self._reported = False
         self._placed: set[str] = set()
         self._local: dict[str, int] = {}
+        self._some_groups_forget = False
         if role == KVConnectorRole.SCHEDULER:
             self._manager = self.connector_scheduler.manager
             self.side: Side = self._manager.spec.side
@@ -89,10 +106,9 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         """The layout, once all ranks have reported; only in vLLM's scheduler."""
         return self._manager.opening.layout if self._manager is not None else None
 
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all computed chunks are stored; False when `timeout` seconds were not enough."""
-        worker = self._worker
-        return worker is None or worker.chunks.flush(timeout)
+    def on_rank(self) -> ChunkWorker | None:
+        """See `PoolHooks`."""
+        return self._worker.chunks if self._worker is not None else None
 
     @property
     def _worker(self) -> PoolWorker | None:
@@ -103,7 +119,8 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         """Begin to identify the model. Reads the model's files in the background."""
         spec, config, cached = manager.spec, self._vllm_config, self._kv_cache_config
         manager.chunks.counted_group = counted_group(cached)
-        manager.serve_adapters(config.lora_config, config.model_config.dtype)
+        self._some_groups_forget = some_groups_forget(cached)
+        self.side.serve_adapters(config.lora_config, config.model_config.dtype)
         manager.opening.identify(
             lambda: identity_of(
                 config, cached, spec.settings, chunk_blocks=spec.blocks_per_chunk, replicated=spec.replicated_layout
@@ -133,16 +150,42 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._manager is not None:
             self._manager.takes(request.request_id, num_computed_tokens)
+            if self._manager.tails_wait(request.request_id):
+                return None, False
+            if found[0] is not None:
+                self._mark_shared_prefix(request, num_computed_tokens + found[0])
         return found
+
+    @hook(lambda: None)
+    def _mark_shared_prefix(self, request: Any, hit: int) -> None:
+        """Let vLLM keep, and offer to the pool, what its groups with windows and recurrent states need to begin at the
+        end of the prefix that the prompt shares with stored ones, where the pool has the groups with full attention up
+        to there. vLLM does so by itself for prefixes in its own cache."""
+        assert self._manager is not None
+        if not self._some_groups_forget or not self._manager.spec.settings.save:
+            return
+        shared = self._manager.shared_tokens(request.request_id)
+        if shared > hit:
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared)
 
     @hook(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM's hook for a request that was given blocks."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._store_filled_blocks(request)
         name = request.request_id
         if name not in self._placed:
             self._placed.add(name)
             self._count(request, num_external_tokens)
+
+    @hook(lambda: None)
+    def _store_filled_blocks(self, request: Any) -> None:
+        """Let a block be stored that the load of a tail filled in part, once it is full. vLLM counts it as loaded, so
+        that later prompts would find no whole chunk there."""
+        status = self.connector_scheduler._req_status[request.request_id]
+        for state in status.group_states:
+            state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, state.num_hit_chunks)
 
     @hook(lambda: None)
     def _count(self, request: Any, hit: int) -> None:
@@ -222,18 +265,6 @@ class OpaqueLayoutConnector(PoolHooks, OffloadingConnector):  # type: ignore[mis
         step; here they begin at once, because they run in the background."""
         super().wait_for_save()
         self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
-
-    @hook(lambda: None)
-    def unregister_kv_caches(self) -> None:
-        """vLLM's hook before sleep: the rank does not use the cache any more, and releases its page locks."""
-        if self._worker is not None:
-            self._worker.chunks.sleep()
-
-    @hook(lambda: None)
-    def restore_kv_caches(self) -> None:
-        """vLLM's hook after sleep, with the cache at the same addresses."""
-        if self._worker is not None:
-            self._worker.chunks.wake()
 
     @hook(None)
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

@@ -12,19 +12,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.model_config import STATIC_ROPE
-from tokenlake_client.engines.vllm.identity import digest_of_draft, weights_digest_of
-from tokenlake_client.engines.vllm.pages import PageCache
+from tokenlake_client.engines.vllm.checkpoint import check_machines, digest_of_draft, weights_digest_of
+from tokenlake_client.engines.vllm.offloading.pages import PageCache
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 HASHES = ("sha256", "sha256_cbor")
 """The hash algorithms of vLLM's blocks that tell prompts apart reliably."""
+KINDS: tuple[str, ...] = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+    "MLAAttentionSpec",
+    "MambaSpec",
+)
+"""The kinds of caches, by vLLM's names, whose chunks hold all that their tokens need to be continued. Others keep more
+elsewhere, drop tokens in the middle, or belong to attention that chooses its tokens by an index."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ def identity_of(
     from vllm.version import __version__
 
     model, parallel, cached = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    check_machines(parallel)
     if cached.prefix_caching_hash_algo not in HASHES:
         raise LayoutRefused(
             f"vLLM setting 'prefix_caching_hash_algo' is {cached.prefix_caching_hash_algo!r}: its hashes do not tell "
@@ -81,6 +91,10 @@ def identity_of(
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise LayoutRefused("vLLM setting 'hisparse_config' is set: a cache in two places is not supported")
     groups = kv_cache_config.kv_cache_groups
+    if hasattr(model.hf_text_config, "index_topk"):
+        raise LayoutRefused("sparse attention, whose index is a cache of its own, is not supported")
+    if unknown := unknown_cache(kv_cache_config):
+        raise LayoutRefused(unknown)
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
         raise LayoutRefused("a token's cache depends on tokens after it")
     weights = weights_digest_of(vllm_config, settings)
@@ -109,6 +123,20 @@ def identity_of(
     return EngineIdentity(str(architectures[0]), weights, f"vllm {__version__}", tokens, ranks, replicated, cache)
 
 
+def unknown_cache(kv_cache_config: Any) -> str:
+    """The reason why a cache has parts that the pool does not know; empty if it has none. vLLM tells the kinds of all
+    layers to the ranks, and of one layer of each group to its scheduler."""
+    for spec in _layer_specs(kv_cache_config):
+        kind, role = type(spec).__name__, getattr(spec, "cache_role", None)
+        if kind not in KINDS:
+            return f"a cache of the kind {kind} is not supported; supported: {', '.join(KINDS)}"
+        if role is not None and role.name != "SPARSE":
+            return f"a cache of the kind {kind} for the role {role.name}: sparse attention is not supported"
+        if getattr(spec, "model_version", None) or getattr(spec, "tokens_per_state", 1) > 1:
+            return f"a cache of the kind {kind} that holds several tokens in one state is not supported"
+    return ""
+
+
 def counted_group(kv_cache_config: Any) -> int:
     """The number of the cache group whose chunks stand for the tokens of a prompt: one with the largest blocks, as a
     segment of the layout has the tokens of its chunks, and with full attention if there is one, since all chunks of
@@ -119,6 +147,19 @@ def counted_group(kv_cache_config: Any) -> int:
     largest = max(spec.block_size for spec in specs)
     groups = [number for number, spec in enumerate(specs) if spec.block_size == largest]
     return next((number for number in groups if isinstance(specs[number], FullAttentionSpec)), groups[0])
+
+
+def has_recurrent_states(kv_cache_config: Any) -> bool:
+    """True if some layers have a state in place of keys and values."""
+    return any(type(spec).__name__ == "MambaSpec" for spec in _layer_specs(kv_cache_config))
+
+
+def some_groups_forget(kv_cache_config: Any) -> bool:
+    """True if the counted group has full attention, and others keep the end of a prompt only."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    full = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups]
+    return full[counted_group(kv_cache_config)] and not all(full)
 
 
 def opaque_layout(identity: EngineIdentity, facts: Sequence[RankFacts]) -> OpaqueLayout:
@@ -153,6 +194,8 @@ def rank_facts(vllm_config: Any, kv_cache_config: Any, rank: int, cache: PageCac
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         name = vllm_config.cache_config.kv_cache_layout
+        if unknown := unknown_cache(kv_cache_config):
+            return RankFacts(rank, shard_bytes, "", unknown)
         if name is None or not KVCacheLayout[name].is_block_compact:
             return RankFacts(rank, shard_bytes, "", f"a page of vLLM's cache layout {name} is not contiguous")
         groups = [
@@ -164,6 +207,13 @@ def rank_facts(vllm_config: Any, kv_cache_config: Any, rank: int, cache: PageCac
     except Exception as error:
         return RankFacts(rank, shard_bytes, "", f"the cache cannot be identified: {type(error).__name__}: {error}")
     return RankFacts(rank, shard_bytes, hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest())
+
+
+def _layer_specs(kv_cache_config: Any) -> Iterator[Any]:
+    """vLLM's description of the cache of each layer, where a group has one for each, or else of each group."""
+    for group in kv_cache_config.kv_cache_groups:
+        of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        yield from of_layers.values() if of_layers else (group.kv_cache_spec,)
 
 
 def _inexact_behind_a_prefix(vllm_config: Any) -> bool:

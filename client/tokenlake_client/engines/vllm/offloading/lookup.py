@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.load_worker import WINDOW, runs
-from tokenlake_client.engines.vllm.lookup import PolledMatch
-from tokenlake_client.lease import Lease
+from tokenlake_client.engines.vllm.polled_match import PolledMatch
+from tokenlake_client.lease import Lease, LeaseParts
 from tokenlake_client.match import PendingMatch
 
 _LOCAL = int(Code.LOCAL)
@@ -152,15 +152,23 @@ class ChunkLookup(PolledMatch):
         if self._took is not None:
             self.takes(self._took[0], self._took[0])
 
-    def keep(self, keys: Iterable[bytes]) -> list[int]:
-        """The index of the segment of each of `keys` in the lease; -1: it is not leased. All other segments are
-        released."""
-        indices = [self._segments.get(key, -1) for key in keys]
-        if self.lease is not None:
-            kept = set(indices)
-            for start, stop in runs([at for at in range(len(self._found)) if at not in kept], len(self._found)):
-                self.lease.release(start, stop)
-        return indices
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """The number of `keys`, from the first on, that are leased."""
+        return next((at for at, key in enumerate(keys) if key not in self._segments), len(keys))
+
+    def keep(self, keys: Iterable[bytes]) -> LeaseParts | None:
+        """Release all segments but those of `keys`. Returns the parts of the lease that hold these; None: there is no
+        lease."""
+        if self.lease is None:
+            return None
+        kept = {index for key in keys if (index := self._segments.get(key)) is not None}
+        for start, stop in runs([at for at in range(len(self._found)) if at not in kept], len(self._found)):
+            self.lease.release(start, stop)
+        return self.lease.parts_of(kept)
+
+    def segment(self, key: bytes) -> int | None:
+        """The index of the segment of a chunk in the lease; None: it is not leased."""
+        return self._segments.get(key)
 
     def drop(self) -> None:
         """See `PolledMatch`."""

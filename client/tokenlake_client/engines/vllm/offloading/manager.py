@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from tokenlake.errors import Unreachable
 from tokenlake.hints import Hints
@@ -24,11 +25,11 @@ from tokenlake.opaque_layout import OpaqueLayout
 from tokenlake_client.engines.common.background import BackgroundQueue
 from tokenlake_client.engines.vllm.adapters import CachedAdapters, RequestAdapter
 from tokenlake_client.engines.vllm.counters import EngineCounters
-from tokenlake_client.engines.vllm.lookup import LateLookup
 from tokenlake_client.engines.vllm.offloading.chunks import HASH_BYTES, parse_key
 from tokenlake_client.engines.vllm.offloading.jobs import NOWHERE, LoadJob, Member, StoreJob
 from tokenlake_client.engines.vllm.offloading.lookup import ChunkLookup, Found
-from tokenlake_client.engines.vllm.request import ServedRequest
+from tokenlake_client.engines.vllm.polled_match import LateLookup
+from tokenlake_client.engines.vllm.served_request import ServedRequest
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.match import MatchOptions
 from tokenlake_client.pool import Pool
@@ -46,8 +47,20 @@ class _Request(ServedRequest):
     adapter_due: float = 0.0
     """The time until which the request waits for the digest of its adapter."""
     lookup: ChunkLookup | None = None
+    tails: ChunkLookup | None = None
+    """The lookup of the tails that may follow the chunks found."""
+    asked_tails: list[bytes] = field(default_factory=list)
+    """The tails that vLLM has asked for since the last `tails_wait`, and that are not looked up."""
+    tail_unanswered: bool = False
+    """True: an answer for a tail since then was RETRY or PENDING."""
+    may_load_tail: bool = True
     tokens: Callable[[], int] = int
     """Returns the number of the request's tokens that are known."""
+
+    @property
+    def lookups(self) -> list[ChunkLookup]:
+        """The lookups that have begun."""
+        return [lookup for lookup in (self.lookup, self.tails) if lookup is not None]
 
 
 class ChunkManager:
@@ -76,7 +89,7 @@ class ChunkManager:
         self._requests: dict[str, _Request] = {}
         self._looking: dict[str, _Request] = {}
         """The requests that have a lookup."""
-        self._loads: dict[str, ChunkLookup] = {}
+        self._loads: dict[str, list[ChunkLookup]] = {}
         """The lookups whose segments are being loaded, by request."""
         self._reservations: dict[frozenset[bytes], Reservation] = {}
         """The slots that ranks are filling, by the chunks of the job."""
@@ -123,9 +136,7 @@ class ChunkManager:
     def takes(self, name: str, start: int, stop: int) -> None:
         """Record that vLLM's own cache has the tokens of a request before `start`, and that those up to `stop` are
         loaded."""
-        state = self._requests.get(name)
-        lookup = self._loads.get(name) or (state.lookup if state is not None else None)
-        if lookup is not None:
+        for lookup in self._lookups(name):
             lookup.takes(start, stop)
 
     def cache_emptied(self) -> None:
@@ -139,68 +150,113 @@ class ChunkManager:
 
     def asked(self, name: str) -> bool:
         """True if the pool has answered the lookup of a request that is given its blocks."""
-        state = self._requests.get(name)
-        return name in self._loads or (state is not None and state.lookup is not None)
+        return bool(self._lookups(name))
 
     def remote(self, name: str, key: bytes) -> bool:
         """True if a chunk that is loaded for a request was on another node."""
-        lookup = self._loads.get(name)
-        return lookup is not None and lookup.remote(key)
+        return any(lookup.remote(key) for lookup in self._loads.get(name, ()))
+
+    def leading(self, name: str, keys: Sequence[bytes]) -> int:
+        """The number of chunks of `keys`, from the first on, that the lookup of a request has found in the pool."""
+        state = self._requests.get(name)
+        return state.lookup.leading(keys) if state is not None and state.lookup is not None else 0
 
     def lookup(self, name: str, key: bytes, chunks: Callable[[], Sequence[bytes]]) -> Found:
         """The answer whether the chunk `key` can be loaded for a request. `chunks` returns the keys of all chunks of
         the request. Raises the errors of the pool; the chunk is a miss then, and the request does not use the pool
         again."""
-        state = self._looking.get(name)
-        if state is None:
-            state = self._requests.get(name)
-            if state is None or not state.may_load or self._stopped:
-                return Found.MISS
-            return self._begin(state, chunks)
-        lookup = state.lookup
-        assert lookup is not None
-        try:
-            if lookup.poll():
-                return lookup.find(key)
-        except Exception:
-            self._give_up(state).may_load = False
-            raise
-        if self._clock() >= lookup.due:
-            self._late.give_up(lookup)
-            self._counters.add(lookups_late=1)
-            self._take(state).may_load = False
+        state = self._requests.get(name)
+        if state is None or not state.may_load or self._stopped:
             return Found.MISS
-        return Found.RETRY
+        if state.lookup is None:
+            began = self._begin(state, chunks)
+            if isinstance(began, Found):
+                return began
+            state.lookup = began
+            return Found.RETRY
+        found = self._find(state, state.lookup, key)
+        if found is None:
+            state.lookup = None
+            self._give_up(state).may_load = False
+        return found or Found.MISS
+
+    def lookup_tail(self, name: str, key: bytes) -> Found:
+        """The answer whether a tail can be loaded for a request: a chunk that ends within its last block. vLLM asks for
+        tails once it knows which whole chunks there are, so they have a lookup of their own. Raises as `lookup`."""
+        state = self._requests.get(name)
+        if state is None or not (state.may_load and state.may_load_tail) or self._stopped:
+            return Found.MISS
+        if state.tails is None:
+            state.asked_tails.append(key)
+            return Found.RETRY
+        found = self._find(state, state.tails, key)
+        if found is None:
+            state.tails, state.may_load_tail = None, False
+        elif found in (Found.RETRY, Found.PENDING):
+            state.tail_unanswered = True
+        return found or Found.MISS
+
+    def tails_wait(self, name: str) -> bool:
+        """True if vLLM must ask for the tails of a request again, because some of its questions since the last call are
+        not answered: it would otherwise take the whole chunks alone. Begins the lookup of the tails. Raises the errors
+        of the pool."""
+        state = self._requests.get(name)
+        if state is None:
+            return False
+        asked, state.asked_tails = state.asked_tails, []
+        waits, state.tail_unanswered = state.tail_unanswered, False
+        if asked and state.tails is None:
+            began = self._begin(state, lambda: asked, tails=True)
+            if isinstance(began, ChunkLookup):
+                state.tails = began
+            waits = began is not Found.MISS
+            state.may_load_tail = waits
+        return waits
 
     def prepare_load(self, name: str, keys: Collection[bytes]) -> LoadJob:
-        """The job that loads the chunks `keys`. All other chunks of the request's lookup are released. Never raises: a
+        """The job that loads the chunks `keys`. All other chunks of the request's lookups are released. Never raises: a
         chunk that cannot be loaded fails on the ranks."""
         groups = tuple(parse_key(key)[0] for key in keys)
         state = self._requests.get(name)
-        lookup = state.lookup if state is not None else None
-        if state is None or lookup is None or lookup.lease is None:
+        if state is None or not state.lookups:
             return LoadJob(NOWHERE, name, (), (-1,) * len(keys), groups)
+        self._loads[name] = state.lookups
         self._take(state).may_load = False
-        self._loads[name] = lookup
         try:
-            segments = tuple(lookup.keep(keys))
-            member = self._member(int(lookup.lease.incarnation))
+            return self._load_job(state, keys, groups)
         except Exception as error:
             self._report("preparing a load", error)
             return LoadJob(NOWHERE, name, (), (-1,) * len(keys), groups)
-        return LoadJob(member, name, tuple(map(int, lookup.lease.ids)), segments, groups, state.adapter_use)
+
+    def _load_job(self, state: _Request, keys: Collection[bytes], groups: tuple[int, ...]) -> LoadJob:
+        """The job of `prepare_load`, out of all lookups of the request."""
+        ids: list[int] = []
+        segments: dict[bytes, int] = {}
+        incarnations, first = set(), 0
+        for lookup in self._loads[state.name]:
+            parts = lookup.keep(keys)
+            if lookup.lease is None or parts is None or not parts.ids:
+                continue
+            incarnations.add(int(lookup.lease.incarnation))
+            ids += map(int, parts.ids)
+            indices = ((key, lookup.segment(key)) for key in keys)
+            segments.update((key, first + parts.within[index]) for key, index in indices if index is not None)
+            first += parts.hits
+        # The leases of an earlier incarnation of the daemon have ended, and their numbers may name others.
+        member = self._member(incarnations.pop()) if len(incarnations) == 1 else NOWHERE
+        of_keys = tuple(segments.get(key, -1) for key in keys)
+        return LoadJob(member, state.name, tuple(ids), of_keys, groups, state.adapter_use)
 
     def complete_load(self, name: str) -> None:
         """Record that all ranks have ended the load of a request."""
-        lookup = self._loads.pop(name, None)
-        if lookup is not None:
-            lookup.drop()
+        _drop(self._loads.pop(name, ()))
 
     def load_failed(self, name: str) -> None:
         """Count a load that failed on a rank. `name`: its request; another connector may be the one that loads it."""
         if name in self._loads:
             self._counters.add(loads_failed=1)
-            self._loads[name].fails()
+            for lookup in self._loads[name]:
+                lookup.fails()
 
     def step_ends(self, begun: Iterable[str], preempted: Iterable[str]) -> None:
         """A step was scheduled. `begun`: the requests that compute for the first time; they load nothing more.
@@ -209,7 +265,7 @@ class ChunkManager:
             if name in self._requests:
                 state = self._requests[name]
                 self._give_up(state)
-                state.placed, state.may_load, state.may_store = False, True, True
+                state.placed, state.may_load, state.may_store, state.may_load_tail = False, True, True, True
         for name in begun:
             if name in self._requests:
                 state = self._requests[name]
@@ -217,9 +273,10 @@ class ChunkManager:
                 state.placed = True
                 self._record_adapter(state)
         for state in list(self._looking.values()):
-            wanted = state.lookup.take_wanted() if state.lookup is not None else []
-            if state.lookup is not None and wanted and not self._fetches.submit((state.lookup, wanted)):
-                self._give_up(state).may_load = False
+            for lookup in state.lookups:
+                wanted = lookup.take_wanted()
+                if wanted and not self._fetches.submit((lookup, wanted)):
+                    self._give_up(state).may_load = False
 
     def prepare_store(self, name: str, keys: Sequence[bytes]) -> tuple[Sequence[bytes], StoreJob] | None:
         """The chunks of `keys` that are stored, and the job that stores them; None: nothing is stored. Raises the
@@ -277,8 +334,8 @@ class ChunkManager:
         """Release all leases and reservations."""
         for state in self._requests.values():
             self._give_up(state)
-        for lookup in self._loads.values():
-            lookup.drop()
+        for name in list(self._loads):
+            self.complete_load(name)
         for reservation in self._reservations.values():
             reservation.release()
         self._requests.clear()
@@ -287,8 +344,25 @@ class ChunkManager:
         self._starts.close(1.0, drain=False)
         self._fetches.close(1.0, drain=False)
 
-    def _begin(self, state: _Request, chunks: Callable[[], Sequence[bytes]]) -> Found:
-        """Begin the lookup of a request: RETRY if it has begun, and while the pool is being opened or the adapter's
+    def _find(self, state: _Request, lookup: ChunkLookup, key: bytes) -> Found | None:
+        """The answer of a lookup for one chunk; None: the answer is late, and the lookup is given up. Raises the errors
+        of the pool; the request does not use it again."""
+        try:
+            if lookup.poll():
+                return lookup.find(key)
+        except Exception:
+            self._give_up(state).may_load = False
+            raise
+        if self._clock() < lookup.due:
+            return Found.RETRY
+        self._late.give_up(lookup)
+        self._counters.add(lookups_late=1)
+        return None
+
+    def _begin(
+        self, state: _Request, chunks: Callable[[], Sequence[bytes]], *, tails: bool = False
+    ) -> ChunkLookup | Found:
+        """Begin a lookup of a request, of chunks or of `tails`. RETRY while the pool is being opened or the adapter's
         digest is not known; MISS if the pool is not used."""
         if self._pool is None:
             if self._open_until is None:
@@ -305,8 +379,9 @@ class ChunkManager:
         weights = self._weights
         if not self._late.answered():
             return Found.MISS
-        counted = [key for key in asked if parse_key(key)[0] == self.counted_group]
-        asked = [*counted, *(key for key in asked if parse_key(key)[0] != self.counted_group)]
+        counted = [key for key in asked if parse_key(key)[0] == self.counted_group and not tails]
+        if not tails:
+            asked = [*counted, *(key for key in asked if parse_key(key)[0] != self.counted_group)]
         options = MatchOptions(
             request=state.name,
             hints=state.hints,
@@ -314,7 +389,7 @@ class ChunkManager:
             independent=True,
             counted_keys=len(counted),
         )
-        state.lookup = ChunkLookup(
+        lookup = ChunkLookup(
             lambda: pool.engine.begin_match(
                 self._segment_keys(pool, state, asked, weights), options, deadline_s=self._deadline_s
             ),
@@ -323,10 +398,10 @@ class ChunkManager:
             self._clock,
             verify=self._settings.verify,
         )
-        if not self._starts.submit(state.lookup):
-            state.lookup.start()
+        if not self._starts.submit(lookup):
+            lookup.start()
         self._looking[state.name] = state
-        return Found.RETRY
+        return lookup
 
     def _record_adapter(self, state: _Request) -> None:
         """Record that the request's adapter computes. Parts of a block in vLLM's own cache are not reported to a
@@ -335,10 +410,15 @@ class ChunkManager:
             state.may_store = False
 
     def _take(self, state: _Request) -> _Request:
-        """Remove the lookup from a request, and return the request."""
+        """Remove the lookups from a request, and return the request."""
         self._looking.pop(state.name, None)
-        state.lookup = None
+        state.lookup = state.tails = None
         return state
+
+    def _lookups(self, name: str) -> list[ChunkLookup]:
+        """The lookups of a request that waits, or that is loading."""
+        state = self._requests.get(name)
+        return self._loads.get(name) or (state.lookups if state is not None else [])
 
     def _member(self, incarnation: int) -> Member:
         """The description by which a rank joins the session at the daemon of this incarnation."""
@@ -348,12 +428,10 @@ class ChunkManager:
         return Member(pool.engine.session, incarnation, self._layout.encode(), self._layout.shard_bytes)
 
     def _give_up(self, state: _Request) -> _Request:
-        """Remove the lookup from a request, release its lease, and return the request."""
-        try:
-            if state.lookup is not None:
-                state.lookup.drop()
-        finally:
-            self._take(state)
+        """Remove the lookups from a request, release their leases, and return the request."""
+        lookups = state.lookups
+        self._take(state)
+        _drop(lookups)
         return state
 
     def _segment_keys(
@@ -380,3 +458,10 @@ class ChunkManager:
             pass
         except Exception as error:
             self._report("fetching segments", error)
+
+
+def _drop(lookups: Iterable[ChunkLookup]) -> None:
+    """Release the leases of lookups, all of them where one release raises."""
+    with ExitStack() as stack:
+        for lookup in lookups:
+            stack.callback(lookup.drop)

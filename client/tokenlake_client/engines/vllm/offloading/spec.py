@@ -22,21 +22,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.opaque_layout import OpaqueLayout
-from tokenlake_client.engines.vllm.adapters import Adapters
 from tokenlake_client.engines.vllm.copies import copy_for
 from tokenlake_client.engines.vllm.offloading.chunks import GROUP_BYTES, blocks_per_chunk
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.side import Side, not_served
+from tokenlake_client.engines.vllm.side import Side
 from tokenlake_client.pool import Pool
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-VLLM_SETTINGS = ("spec_name", "spec_module_path")
-"""Keys of `kv_connector_extra_config` by which vLLM's OffloadingConnector finds this class."""
+CHUNK_SETTING = "blocks_per_chunk"
+"""The key of `kv_connector_extra_config` with the number of blocks of a chunk, where `segment_tokens` does not tell."""
+VLLM_SETTINGS = ("spec_name", "spec_module_path", CHUNK_SETTING)
+"""Keys of `kv_connector_extra_config` for vLLM's OffloadingConnector, by the first two of which it finds this class."""
 RESULTS = [LookupResult.MISS, *[LookupResult[found.name.replace("PENDING", "HIT_PENDING")] for found in Found]]
 """vLLM's name of each `Found`, by the value of the `Found`. The values begin with 1; index 0 is not used."""
 POLL_S = 0.0002
@@ -56,7 +57,8 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         self.settings, self.replicated_layout = self.side.settings, config.replicated_layout
         # The tokens that a request generates are stored too: they are the prompt of the conversation's next turn.
         self.offload_prompt_only = False
-        self.blocks_per_chunk = blocks_per_chunk(self.tokens_per_block, self.settings.segment_tokens)
+        if CHUNK_SETTING not in config.extra_config:
+            self.blocks_per_chunk = blocks_per_chunk(self.tokens_per_block, self.settings.segment_tokens)
         self.manager: PoolManager | None = None
         self.worker: PoolWorker | None = None
 
@@ -86,7 +88,7 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
             copy = copy_for(cache, cache.devices)
         except LayoutRefused as error:
             side.refuse(str(error))
-            side.decline(str(error))
+            side.settings.decline(str(error))
         loaded = side.loaded_adapters()
         worker = ChunkWorker(copy, place, self.settings, self._join, side.counters, side.reports.failure, loaded)
         self.worker = PoolWorker(worker, parallel.rank, cache)
@@ -94,7 +96,7 @@ class TokenLakeOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def _join(self, session: int, layout: bytes) -> Pool:
         # The manager has verified the segments before a rank reads them.
-        return self.side.connect(OpaqueLayout.decode(layout), session, verify=False)
+        return self.settings.connect(OpaqueLayout.decode(layout), session, verify=False)
 
 
 def guarded(hook: Hook) -> Hook:
@@ -119,9 +121,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         side, self._reports = spec.side, spec.side.reports
         self._chunk_tokens = {group.to_bytes(GROUP_BYTES, "big"): tokens for group, tokens in chunk_tokens.items()}
         self.chunks = ChunkManager(side.settings, side.counters, side.reports.failure, side.refuse)
-        connect = functools.partial(side.connect, verify=side.settings.verify)
-        self.opening = Opening(self.chunks, connect, side.reports.failure, side.decline)
-        self._adapters: Adapters | None = None
+        self.opening = Opening(self.chunks, side.settings.connect, side.reports.failure, side.settings.decline)
         self._asked: tuple[Any, bytes] = None, b""
         """The request and the chunk of the last lookup that went to the manager."""
         self._unanswered: Any = None
@@ -131,9 +131,11 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """vLLM's hook that asks for a chunk: returns whether it can be loaded."""
-        if req_context is self._unanswered and time.monotonic() < self._ask_at:
-            return _RETRY
         try:
+            if self._is_tail(req_context, key):
+                return RESULTS[self.chunks.lookup_tail(req_context.req_id, key)]
+            if req_context is self._unanswered and time.monotonic() < self._ask_at:
+                return _RETRY
             self._asked = req_context, key
             found = self.chunks.lookup(req_context.req_id, key, self._keys)
         except Exception as error:
@@ -146,12 +148,40 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         return RESULTS[found]
 
     def _keys(self) -> list[bytes]:
-        """The keys of all chunks of the request that vLLM asks about. vLLM has no public list of them; without it, only
-        the chunk that it asks for is looked up."""
+        """The keys of all whole chunks of the request that vLLM asks about; without vLLM's list of them, only the chunk
+        that it asks for is looked up."""
         context, key = self._asked
+        return list(self._whole_chunks(context)) or [key]
+
+    def _whole_chunks(self, context: Any) -> dict[bytes, int]:
+        """The keys of the whole chunks of a request, with the number of its tokens up to the end of each. vLLM has no
+        public list of them."""
         positions: dict[bytes, int] = getattr(context, "_offload_key_positions", None) or {}
         tokens = self._chunk_tokens
-        return [each for each, end in positions.items() if not end % tokens[each[_GROUP]]] or [key]
+        return {key: end for key, end in positions.items() if not end % tokens[key[_GROUP]]}
+
+    def _is_tail(self, context: Any, key: bytes) -> bool:
+        """True if a chunk ends within its block. Its key is vLLM's hash of the tokens of the prompt up to there, which
+        is not the hash up to the end of any block, so that it never names a whole chunk."""
+        return bool(_position(context, key) % self._chunk_tokens[key[_GROUP]])
+
+    def tails_wait(self, name: str) -> bool:
+        """See `ChunkManager.tails_wait`. Never raises."""
+        try:
+            return self.chunks.tails_wait(name)
+        except Exception as error:
+            self._reports.failure("looking up segments", error)
+            return False
+
+    def shared_tokens(self, name: str) -> int:
+        """The number of tokens of a request, from the first on, whose chunks of the counted group the pool has. For the
+        request whose chunks were asked for last; 0 for others."""
+        context, _ = self._asked
+        if context is None or context.req_id != name:
+            return 0
+        group = self.chunks.counted_group.to_bytes(GROUP_BYTES, "big")
+        ends = sorted((end, key) for key, end in self._whole_chunks(context).items() if key[_GROUP] == group)
+        return self.chunks.leading(name, [key for _, key in ends]) * self._chunk_tokens[group]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """vLLM's hook: returns the place of a chunk that is loaded."""
@@ -174,9 +204,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """vLLM's hook: the job that stores chunks."""
         try:
-            # vLLM also offers the last, incomplete chunk of some prompts. Its key names fewer tokens than a chunk has.
-            whole = [key for key in keys if not _position(req_context, key) % self._chunk_tokens[key[_GROUP]]]
-            planned = self.chunks.prepare_store(req_context.req_id, whole) if whole else None
+            planned = self.chunks.prepare_store(req_context.req_id, list(keys)) if keys else None
         except Exception as error:
             self._reports.failure("planning which segments to store", error)
             planned = None
@@ -198,22 +226,14 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
     def arrived(self, request: Any) -> None:
         """Serve a request, unless the pool cannot. Never raises."""
         self.opening.requested()
-        reason = not_served(request, self._adapters)
-        if reason is not None:
-            self._side.counters.add(requests_not_served=1)
-            self._side.refuse(reason)
+        admitted = self._side.admit(request)
+        if admitted is None:
             return
-        name, lora = request.request_id, request.lora_request
-        acts = self._side.acts(request)
-        adapter = self._adapters.find(lora) if lora is not None and self._adapters is not None else None
+        acts, adapter = admitted
         # The keys of chunks follow from hashes of vLLM's, which a router does not name.
         for bring in acts.brings:
             self._side.brought(bring, False)
-        self.chunks.new_request(name, acts.hints, lambda: int(request.num_tokens), adapter)
-
-    def serve_adapters(self, lora_config: Any, dtype: Any) -> None:
-        """Serve requests with LoRA adapters, if the ranks can tell which adapters vLLM has loaded."""
-        self._adapters = self._side.adapters(lora_config, dtype)
+        self.chunks.new_request(request.request_id, acts.hints, lambda: int(request.num_tokens), adapter)
 
     @guarded
     def on_request_finished(self, req_context: Any) -> None:
@@ -230,8 +250,7 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         """Release all leases, and end the connection."""
         self.chunks.close()
         self.opening.close()
-        if self._adapters is not None:
-            self._adapters.close()
+        self._side.close()
 
 
 class PoolWorker(OffloadingWorker):  # type: ignore[misc]

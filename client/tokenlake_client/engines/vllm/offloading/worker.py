@@ -20,10 +20,11 @@ from tokenlake_client.engines.vllm.counters import EngineCounters
 from tokenlake_client.engines.vllm.load_worker import load_parts
 from tokenlake_client.engines.vllm.offloading.chunks import chunk_parts, whole_chunks
 from tokenlake_client.engines.vllm.offloading.jobs import LoadJob, Member, StoreJob
-from tokenlake_client.engines.vllm.save_worker import BlocksTaken, Save, SaveWriter
+from tokenlake_client.engines.vllm.parts import Part
+from tokenlake_client.engines.vllm.rank_part import RankPart
+from tokenlake_client.engines.vllm.save_worker import BlocksTaken, Save
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.step_plan import Part
 from tokenlake_client.pool import Pool
 
 
@@ -65,7 +66,7 @@ class _Load:
     ready: Callable[[], None]
 
 
-class ChunkWorker:
+class ChunkWorker(RankPart):
     """Executes jobs in two background threads, one for loads and one for stores. All methods are for one thread."""
 
     def __init__(
@@ -78,26 +79,22 @@ class ChunkWorker:
         report: Callable[[str, BaseException], None],
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        """`copy`: see `copies`; None where the rank cannot read and write vLLM's cache: it stores nothing, and its
-        loads fail. `join(session, layout)` opens a connection in a session. `report` is called with the operation that
-        failed and its error. `adapters`: the LoRA adapters that vLLM has loaded on this rank."""
-        self._copy = copy
-        self._adapters = adapters or LoadedAdapters(lambda line: None)
-        self._place = place
-        self._join_s = settings.deadlines.connect_s
-        self._counters = counters
-        self._report = report
+        """As `RankPart`; without `copy` the rank stores nothing, and its loads fail. `join(session, layout)` opens a
+        connection in a session."""
         self._layout = b""
-        self._session = RankSession(lambda session: join(session, self._layout), report)
-        self._loads: BackgroundQueue[_Load] = BackgroundQueue(self._load, "tokenlake-load")
-        self._saves = SaveWriter(
+        session = RankSession(lambda number: join(number, self._layout), report)
+        super().__init__(
+            session,
             copy,
+            settings,
             counters,
             report,
-            queue=settings.write_queue,
-            patience_s=settings.write_patience_s,
-            ended=lambda save, nbytes, seconds: self._end(save.job, nbytes, seconds),
+            adapters,
+            lambda save, nbytes, seconds: self._end(save.job, nbytes, seconds),
         )
+        self._place = place
+        self._join_s = settings.deadlines.connect_s
+        self._loads: BackgroundQueue[_Load] = BackgroundQueue(self._load, "tokenlake-load")
         self._writing = threading.Lock()
         """Held by the thread of the loads while it copies one chunk."""
         self._taken: frozenset[int] = frozenset()
@@ -178,27 +175,8 @@ class ChunkWorker:
             # The copy that was under way has ended, and each later copy sees that the blocks were taken back.
             pass
 
-    def sleep(self, timeout: float = 5.0) -> None:
-        """See `WorkerSide.sleep`. Loads that have not ended are given up."""
-        self._saves.drain(timeout)
+    def _end_loads(self, timeout: float) -> None:
         self.wait(self._loading.copy())
-        if self._copy is not None:
-            self._copy.release_locks()
-
-    def wake(self) -> None:
-        """See `WorkerSide.wake`."""
-        if self._copy is not None:
-            self._copy.take_locks()
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all chunks are stored; False when `timeout` seconds were not enough."""
-        return self._saves.flush(timeout)
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Store the waiting chunks, for at most `timeout` seconds, and leave the session."""
-        self._saves.close(timeout)
-        self._loads.close(timeout, drain=False)
-        self._session.close()
 
     def _parts(self, groups: Sequence[int], blocks: BlockRange) -> list[Part]:
         return chunk_parts(groups, self._place.group_ids, *blocks, self._place.chunk_blocks)
@@ -228,6 +206,8 @@ class ChunkWorker:
 
     def _load_parts(self, load: _Load) -> int:
         job = load.job
+        if not load.parts:
+            return 0
 
         @contextlib.contextmanager
         def copying() -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""The connector for models whose layout the pool knows."""
