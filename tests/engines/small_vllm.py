@@ -13,12 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenlake_client.engines.vllm.pages import PageCache, PageTable
-from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
-from tokenlake_client.engines.vllm.scheduler import SchedulerSide
-from tokenlake_client.engines.vllm.step_plan import Part, StepReport
-from tokenlake_client.engines.vllm.worker import WorkerSide
 
 from tests.connector.fakes import FakeRequest
 from tokenlake.identity import SessionId
@@ -27,9 +21,16 @@ from tokenlake_client.deadlines import Deadlines
 from tokenlake_client.engines.common.connection import Connection
 from tokenlake_client.engines.vllm.copies import HostCopy
 from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.known.ranks import RankShards
+from tokenlake_client.engines.vllm.known.request import RequestEnd, ScheduledPart
+from tokenlake_client.engines.vllm.known.scheduler import SchedulerSide
+from tokenlake_client.engines.vllm.known.step_plan import StepReport
+from tokenlake_client.engines.vllm.known.worker import WorkerSide
 from tokenlake_client.engines.vllm.offloading.lookup import Found
 from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
+from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.parts import Part
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
