@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tokenlake_client.engines.vllm.blocks import BlockCache, block_views, stack_layers
-from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan
-from tokenlake_client.engines.vllm.worker import WorkerSide
 
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake_client.engines.vllm.copies import HostCopy
 from tokenlake_client.engines.vllm.counters import EngineCounters
+from tokenlake_client.engines.vllm.known.blocks import BlockCache, block_views, stack_layers
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
+from tokenlake_client.engines.vllm.known.step_plan import LoadPlan, SavePlan, StepPlan
+from tokenlake_client.engines.vllm.known.worker import WorkerSide
 from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.testing import MemoryDaemon, MemoryPool

@@ -7,9 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from tokenlake_client.engines.vllm.identity import check_machines
 
 from tokenlake.errors import LayoutRefused
+from tokenlake_client.engines.vllm.checkpoint import check_machines
 from tokenlake_client.engines.vllm.offloading.identity import (
     EngineIdentity,
     RankFacts,

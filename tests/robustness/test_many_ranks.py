@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from tokenlake_client.engines.vllm.ranks import RankShards, rank_shards
 
 from tests.robustness.live import LAYOUT, EngineProcess, Prompt, accounted, daemons, match, wait_until
 from tokenlake.wire import Code
+from tokenlake_client.engines.vllm.known.ranks import RankShards, rank_shards
 from tokenlake_client.write import Reservation
 from tokenlake_testing.cluster import Cluster, Node
 

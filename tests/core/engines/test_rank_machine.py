@@ -13,7 +13,6 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tokenlake_client.engines.vllm.ranks import rank_shards
 
 from tests.connector.test_ranks import layout
 from tests.profiles import examples
@@ -22,6 +21,7 @@ from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, MakeRegion, Welcomed
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.wire import Code, engine
+from tokenlake_client.engines.vllm.known.ranks import rank_shards
 
 KEYS = [number.to_bytes(32, "big") for number in range(24)]
 SHAPES = ((1, 8), (1, 64), (16, 8), (16, 32), (16, 64), (32, 32), (64, 64), (64, 8), (20, 40))
