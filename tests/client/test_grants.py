@@ -30,6 +30,7 @@ from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
 from tokenlake_client.grants import Grants, LeaseHold, closed_with_arrays
+from tokenlake_client.link import Connector, Link
 from tokenlake_client.write import Write
 from tokenlake_testing.cluster import Cluster
 
@@ -112,14 +113,26 @@ def test_a_closed_pool_outlives_a_broken_connection(cluster: Cluster) -> None:
     wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
 
 
-def test_a_pool_closed_without_a_connection_leaves(cluster: Cluster) -> None:
+def test_a_pool_closed_without_a_connection_leaves(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon lives and keeps the leases of a process that maps the arena, so that the pool connects once more."""
     prompt = Prompt(15, 4)
     pool = cluster.connect(0, LAYOUT)
     store(pool, prompt)
     lease = match(pool, prompt)
     assert prompt.wrong(lease.fetch()) == 0
+    tried = threading.Event()
+    connect = Connector.connect
+
+    def once_refused(*arguments: Any) -> Link:
+        if tried.is_set():
+            return connect(*arguments)
+        tried.set()
+        raise Unreachable("the daemon is busy")
+
+    monkeypatch.setattr(Connector, "connect", once_refused)
     pool.link.channel.close()
+    assert tried.wait(LIMIT_S)
+    # The thread that connects again pauses now.
     pool.close()
     wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
 

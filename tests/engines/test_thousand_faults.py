@@ -20,6 +20,7 @@ from tests.robustness.live import wait_until
 from tokenlake.core import events
 from tokenlake.hints import Hints
 from tokenlake_client.deadlines import Deadlines
+from tokenlake_client.engines.common import pages
 from tokenlake_client.engines.vllm.copies import HostCopy
 from tokenlake_client.engines.vllm.known.request import RequestEnd
 from tokenlake_client.testing import MemoryDaemon, MemoryPool
@@ -29,6 +30,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(300)
 
 FAULTS = 1000
+NEW = 5
+"""The tokens of an answer: they complete a segment."""
 DEADLINES = Deadlines(match_s=0.05, call_s=0.1, store_s=0.1, fetch_s=0.1, grace_s=0.02)
 DEADLINES_MS: dict[str, Any] = {"match_ms": 50, "call_ms": 100, "fetch_ms": 100}
 
@@ -92,11 +95,9 @@ def test_sglang(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = engines.start(pool, verify=True, write_patience_s=0.01, lease_s=0.05, **DEADLINES_MS)
     backend.register_mem_host_pool_v2(states, "mamba")
     wait_until(lambda: engines.ready(backend), "both pools are connected", TIMEOUT_S)
-    clients = [side.connection.pool for side in backend._sides.values()]
+    clients = [side.pages.connection.pool for side in backend._sides.values()]
     faults.install(monkeypatch.setattr)
-    import tokenlake_client.engines.sglang.pages as pages_module
-
-    faults.install_copies(monkeypatch.setattr, pages_module, "_into")
+    faults.install_copies(monkeypatch.setattr, pages, "_into")
     chance = random.Random(faults.seed)
     chains = [names(12, seed) for seed in range(8)]
     contents = {name: (seed, order) for seed, chain in enumerate(chains) for order, name in enumerate(chain)}
@@ -149,10 +150,8 @@ def test_lmcache(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     server = servers.start(verify=True, write_patience_s=0.01, lease_s=0.05, **DEADLINES_MS).connect()
     (kept,) = server.adapter._forms.values()
     client: Any = kept.connection.pool
-    import tokenlake_client.engines.sglang.pages as pages_module
-
     faults.install(monkeypatch.setattr)
-    faults.install_copies(monkeypatch.setattr, pages_module, "_into")
+    faults.install_copies(monkeypatch.setattr, pages, "_into")
     chance = random.Random(faults.seed)
     chains = [(l2_adapter.keys(8, seed), l2_adapter.written(8, seed)) for seed in range(6)]
     loaded = rounds = 0
@@ -195,7 +194,7 @@ def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatc
     layout = layout_of(model, segment_tokens=SEGMENT)
     client = MemoryPool(layout, verify=True, deadlines=DEADLINES)
     shared = [prompt(4 * SEGMENT, seed) for seed in range(4)]
-    prompts = [head[: 16 * number] + prompt(5 + number, 10 + number) for head in shared for number in range(1, 5)]
+    prompts = [head[: 16 * number] + prompt(SEGMENT - 3, 10 + number) for head in shared for number in range(1, 5)]
     faults.install(monkeypatch.setattr)
     faults.install_copies(monkeypatch.setattr, SegmentCopy, "read", "write")
     chance = random.Random(faults.seed)
@@ -214,13 +213,13 @@ def test_transformers(faults: Faults, model: Any, monkeypatch: pytest.MonkeyPatc
         number = chance.randrange(len(prompts))
         ids = torch.tensor([prompts[number]])
         if number not in expected:
-            expected[number] = model.generate(ids, max_new_tokens=2 + SEGMENT).tolist()
+            expected[number] = model.generate(ids, max_new_tokens=NEW).tolist()
         engine = chance.choice(engines)
         engine._connection._retry_at = 0.0
         hints = Hints(ttl_s=9.0) if chance.random() < 0.5 else None
         if chance.random() < 0.2:
             engine.prefill(prompts[number], hints=hints)
-        assert engine.generate(ids, max_new_tokens=2 + SEGMENT, hints=hints).tolist() == expected[number]
+        assert engine.generate(ids, max_new_tokens=NEW, hints=hints).tolist() == expected[number]
     for engine in engines:
         engine.flush()
     faults.end()

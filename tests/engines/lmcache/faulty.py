@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.engines.faults import begin
+from tokenlake_client.engines.common import pages
 from tokenlake_client.engines.lmcache.adapter import TokenLakeL2
-from tokenlake_client.engines.sglang import pages
 
 __all__ = ["TokenLakeL2"]
 

@@ -81,19 +81,6 @@ def until_stored(cluster: Cluster, pages: int) -> None:
         time.sleep(0.05)
 
 
-def until_hit(engine: Engine, tokens: Sequence[int], expected: list[int], least: int) -> None:
-    """Repeat a prompt, each time with the `expected` answer and with SGLang's own cache emptied, until the pool
-    supplies `least` tokens of it."""
-    until = time.monotonic() + TIMEOUT_S
-    while True:
-        forget(engine)
-        answer = engine.timed([tokens])
-        assert answer.tokens[0] == expected
-        if answer.cached >= least:
-            return
-        assert time.monotonic() < until, engine.log.read_text()[-2000:]
-
-
 def forget(engine: Engine) -> None:
     """Empty SGLang's own cache; it refuses while a request ends."""
     until = time.monotonic() + TIMEOUT_S

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.engines.faults import begin
-from tokenlake_client.engines.sglang import pages
+from tokenlake_client.engines.common import pages
 from tokenlake_client.engines.sglang.storage import TokenLakeStorage
 
 __all__ = ["TokenLakeStorage"]
