@@ -15,9 +15,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from tokenlake.errors import ConfigurationError, Unreachable
@@ -52,10 +50,9 @@ class LMCacheServer:
         chunk_tokens: int = 256,
         directory: Path = LMCACHE,
         l2: dict[str, Any] | None = None,
-        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`python`: an interpreter with vLLM. `chunk_tokens`: tokens of an object that the server stores. `l2`: the
-        JSON of `--l2-adapter`. `environment`: further variables of the environment."""
+        JSON of `--l2-adapter`."""
         self._python = python
         self._port, self._http_port = free_port(), free_port()
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-lmcache-")
@@ -83,7 +80,6 @@ class LMCacheServer:
             "LMCACHE_TRACK_USAGE": "false",
             "LMCACHE_LOG_LEVEL": "WARNING",
             "DO_NOT_TRACK": "1",
-            **environment,
         }
         """Environment variables with which the server runs and an engine finds LMCache."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,12 +124,6 @@ class LMCacheServer:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/status", timeout=STOP_S) as reply:
             status: dict[str, Any] = json.load(reply)
             return status
-
-    def clear(self) -> None:
-        """Empty the server's memory, but for objects that are being read or written."""
-        asked = urllib.request.Request(f"http://127.0.0.1:{self._http_port}/cache/clear", method="POST")
-        with urllib.request.urlopen(asked, timeout=STOP_S):
-            pass
 
     def hide_memory(self) -> None:
         """Remove the name of the server's shared memory, once all engines have mapped it, so that the memory is freed
