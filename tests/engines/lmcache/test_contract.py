@@ -49,7 +49,7 @@ class LMCache(Door):
         self._offered: Counter[Who] = Counter()
         """The tokens that a server has offered to the pool."""
         self.servers: dict[Who, LMCacheServer] = {}
-        plain = ForkedEngine(self._model, directory / "plain.log")
+        plain = ForkedEngine(self._model, directory / "plain.log", enable_prefix_caching=False)
         stack.callback(plain.close)
         self.engines: dict[Who, Engine] = {Who.PLAIN: plain}
         self._start(Who.FIRST, 0, HERE, verify=True)
@@ -67,13 +67,16 @@ class LMCache(Door):
         server = LMCacheServer(sys.executable, 256, CHUNK, l2=plugin, environment=self.gate.environment)
         self.servers[who] = self._stack.enter_context(server)
         log = self._directory / f"{who.name.lower()}.log"
-        engine = Engine(self._model, log, environment=server.environment, transfer=server.transfer)
+        # vLLM's own cache keeps the blocks that LMCache is reading, for a time that no event ends.
+        own: dict[str, Any] = {"environment": server.environment, "enable_prefix_caching": False}
+        engine = Engine(self._model, log, transfer=server.transfer, **own)
         self._stack.callback(engine.close)
         self.engines[who] = engine
         # The first lookup connects to the pool, and is a miss.
         until = time.monotonic() + TIMEOUT_S
         for seed in range(100, 1000):
-            self.ask(who, prompt(300, seed))
+            engine.generate([prompt(300, seed)], NEW)
+            self._offered[who] += CHUNK
             if self.counts(who)["connected"]:
                 break
             assert time.monotonic() < until, server.log.read_text()[-4000:]
@@ -104,8 +107,9 @@ class LMCache(Door):
         return Answer(answer.tokens[0], answer.cached)
 
     def _forget(self, who: Who) -> None:
-        assert self.engines[who].call("forget")
         if who in self.servers:
+            # Objects that are not stored yet would be lost.
+            self.settle(who)
             self.servers[who].clear()
 
     def settle(self, who: Who) -> None:
