@@ -490,7 +490,8 @@ class Grants:
                 if reply.id in self._given_up:
                     self._given_up.discard(reply.id)
                     self._uncounted.add(reply.lease)
-                self._releases[False].append((reply.lease, 0, reply.hits))
+                # The reply may be one that was refused, so that it may name any number of segments.
+                self._releases[False].append((reply.lease, 0, min(reply.hits, engine.MAX_KEYS)))
             elif isinstance(reply, engine.Prepared) and reply.write:
                 self._aborts.append(reply.write)
             elif isinstance(reply, engine.RegionClosed):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.rules.wire_messages import DECODERS, MESSAGES, messages
 from tokenlake.errors import ProtocolRefused
+from tokenlake.layout import MAX_SHARDS
 from tokenlake.wire import engine, peer
 from tokenlake.wire.frames import decode, encode
 
@@ -55,7 +56,7 @@ def test_every_message_is_in_a_union_and_tags_differ() -> None:
         (engine.request_decoder, engine.Commit(1, 1, (-1,), 1, b"")),
         (engine.request_decoder, engine.Release(((1, 0, 1 << 40),))),
         (peer.peer_decoder, peer.Offer(1, "t", b"", (), 0, 1)),
-        (peer.peer_decoder, peer.Offer(1, "t", b"", (), 64, 9)),
+        (peer.peer_decoder, peer.Offer(1, "t", b"", (), 64, MAX_SHARDS + 1)),
         (peer.peer_decoder, peer.Ping(1, (0.5, math.inf, 0.0), 0.0)),
     ],
     ids=lambda value: repr(value) if isinstance(value, msgspec.Struct) else "",

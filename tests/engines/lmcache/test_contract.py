@@ -103,7 +103,9 @@ class LMCache(Door):
     def ask(self, who: Who, tokens: Sequence[int]) -> Answer:
         self._forget(who)
         answer = self.engines[who].timed([tokens], NEW)
-        self._offered[who] += (len(tokens) + NEW - 1) // CHUNK * CHUNK - answer.cached
+        # Of a prompt that is found whole, vLLM computes the last token.
+        found = -(-answer.cached // CHUNK) * CHUNK
+        self._offered[who] += (len(tokens) + NEW - 1) // CHUNK * CHUNK - found
         return Answer(answer.tokens[0], answer.cached)
 
     def _forget(self, who: Who) -> None:
