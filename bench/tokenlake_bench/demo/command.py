@@ -363,8 +363,9 @@ def _show(console: Console, result: DemoResult, plan: DemoPlan, *, random_model:
 
     console.print(
         table(
-            f"{result.requests} requests of {plan.workload.name}, the same memory three ways",
-            ("", "own caches, in turn", "own caches, cache-aware", "TokenLake"),
+            f"{result.requests} requests of {plan.workload.name}:\n"
+            "the same memory as a cache per engine behind two routers, and as a pool",
+            ("", "in turn", "cache-aware", "TokenLake"),
             [
                 row("hit rate, tokens", (format_share(each.hit_rate) for each in shown)),
                 row("first token, median", (format_duration(each.ttft_p50_ms / 1e3) for each in shown)),
