@@ -24,14 +24,18 @@ SGLang's default is 32, for engines that serve many requests at once; those of t
 
 
 class ShortestQueue:
-    """Sends a request to the engine with the fewest requests that are not answered; of equal ones to the first."""
+    """Sends a request to the engine with the fewest requests that are not answered; of equal ones to the one that has
+    served the longest part of its prefix, whose node has it."""
 
-    def __init__(self, engines: int) -> None:
+    def __init__(self, engines: int, segment_tokens: int) -> None:
         self._pending = [0] * engines
+        self._sent = OwnRecord(engines, TREE_TOKENS // segment_tokens)
 
     def choose(self, request: RoutedRequest, now: float) -> int:
-        engine = min(range(len(self._pending)), key=self._pending.__getitem__)
+        depths = self._sent.depths(request.chain)
+        engine = min(range(len(depths)), key=lambda each: (self._pending[each], -depths[each]))
         self._pending[engine] += 1
+        self._sent.sent(request.chain, engine)
         return engine
 
     def finished(self, instance: int, answered: Answered) -> None:
