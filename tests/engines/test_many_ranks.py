@@ -75,7 +75,9 @@ class Engine:
         session = RankSession(
             lambda number: MemoryPool(self.layout, self.pool.daemon, session=self.pool.engine.session), self._report
         )
-        copy, settings = HostCopy(BlockCache(self.layout, shards, stacks)), EngineSettings(segment_tokens=SEGMENT)
+        copy = HostCopy(BlockCache(self.layout, shards, stacks))
+        # A rank joins the session within the deadline of a call, also on a busy machine.
+        settings = EngineSettings(segment_tokens=SEGMENT, call_ms=1e3 * TIMEOUT_S)
         return WorkerSide(session, copy, shards, settings, BLOCK, EngineCounters(), self._report, self.failed.append)
 
     def _report(self, operation: str, error: BaseException) -> None:
