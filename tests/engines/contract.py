@@ -92,7 +92,7 @@ class Door(ABC):
 
     @abstractmethod
     def ask(self, who: Who, tokens: Sequence[int]) -> Answer:
-        """The greedy answer to a prompt. What it computes is stored in the background."""
+        """The greedy answer to a prompt. The engine stores the new segments in the background."""
 
     @abstractmethod
     def settle(self, who: Who) -> None:

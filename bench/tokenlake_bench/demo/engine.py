@@ -14,7 +14,6 @@ from typing import Any
 
 from tokenlake_bench.worker import Worker, serve
 
-PREFILL_TOKENS = 1024
 FLUSH_S = 20.0
 RUN_S = 300.0
 
@@ -41,7 +40,7 @@ class Engine:
 
     def load(self, model: Path | None, segment_tokens: int) -> dict[str, Any]:
         """Load a model, by default a tiny one of random weights. Returns its layout (hexadecimal) or the `problem` with
-        it, the vocabulary, the positions, and the milliseconds of a cold prefill of `prefill_tokens`."""
+        it, the vocabulary and the positions."""
         loaded: dict[str, Any] = self._worker.call("load", model=str(model or ""), segment_tokens=segment_tokens)
         return loaded
 
@@ -113,12 +112,9 @@ class _Process:
                 found = {"layout": "", "problem": str(error)}
         config = self._model.config
         positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-        count = min(PREFILL_TOKENS, positions - 1)
-        prompt = [number % int(config.vocab_size) for number in range(count)]
         # The first forward pass also sets up torch.
-        prefill_ms = [self._generate(self._model.generate, prompt, 1).ttft_ms for _ in range(3)][-1]
-        sizes = {"vocabulary": int(config.vocab_size), "positions": positions, "prefill_tokens": count}
-        return {**found, **sizes, "prefill_ms": prefill_ms}
+        self._generate(self._model.generate, [0] * 64, 1)
+        return {**found, "vocabulary": int(config.vocab_size), "positions": positions}
 
     def attach(self, socket: str, window: int, mode: Any, corrupt: bool) -> None:
         from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine

@@ -104,7 +104,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             "name of weights and configuration; engines with the same name share, whatever they load",
             why="files with other contents get another digest by themselves",
-            default="digest of the model's directory ([details](#what-is-shared-with-whom))",
+            default="digest of the model's directory ([details](#sharing))",
         ),
     ] = None
     write_patience_s: Annotated[
