@@ -205,15 +205,16 @@ class Lease:
     def parts_of(self, segments: Collection[int]) -> LeaseParts:
         """The parts that hold these of the leased segments. A process that attaches needs them alone, and would not
         find the segments behind a part all of whose segments are released."""
+        by_part: dict[int, list[int]] = {}
+        for segment in segments:
+            by_part.setdefault(bisect.bisect_right(self._ends, segment), []).append(segment)
         within: dict[int, int] = {}
-        ids, hits, begin = [], 0, 0
-        for hold, end in zip(self._holds, self._ends, strict=True):
-            own = [at for at in segments if begin <= at < end]
-            if own:
-                ids.append(hold.id)
-                within.update((at, hits + at - begin) for at in own)
-                hits += end - begin
-            begin = end
+        ids, hits = [], 0
+        for part in sorted(by_part):
+            begin = self._ends[part - 1] if part else 0
+            ids.append(self._holds[part].id)
+            within.update((segment, hits + segment - begin) for segment in by_part[part])
+            hits += self._ends[part] - begin
         return LeaseParts(tuple(ids), hits, within)
 
     def begin_nodes(self) -> PendingNodes:
