@@ -25,6 +25,7 @@ from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.start import allocator
 from tokenlake_server.start.available_memory import require_memory
 from tokenlake_server.start.daemon import Daemon
+from tokenlake_server.start.service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ async def run(
     allocator.set_up()
     sys.setswitchinterval(SWITCH_S)
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
+    manager = ServiceManager(os.environ)
     arena = Arena(config.huge_pages)
     stop = asyncio.Event()
     for ignored in IGNORED:
@@ -179,11 +181,16 @@ async def run(
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
         serving(daemon)
+        # Here, and not when the memory is prepared: engines can connect, and the time of the rest grows with `memory`.
+        manager.tell("READY=1", f"STATUS=serves at {config.socket}; memory is being prepared")
+        manager.keep_alive(loop)
         await _first(stop, daemon.ring.left, daemon.regions.prepared)
         if daemon.regions.prepared.is_set():
             ready(daemon)
+            manager.tell(f"STATUS=serves at {config.socket}")
         await _first(stop, daemon.ring.left)
         log.info("stopping")
+        manager.tell("STOPPING=1", "STATUS=stopping")
         daemon.watchdog.stop()
         await daemon.close()
         for number in (*ending, *IGNORED):
