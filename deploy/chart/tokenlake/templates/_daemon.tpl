@@ -27,7 +27,7 @@
 - name: TOKENLAKE_ETCD
   value: {{ join "," .Values.etcd.endpoints | quote }}
 - name: TOKENLAKE_DRAIN_S
-  value: {{ .Values.drainSeconds | quote }}
+  value: {{ int64 .Values.drainSeconds | quote }}
 {{- with .Values.etcd.user }}
 - name: TOKENLAKE_ETCD_USER
   value: {{ . | quote }}
@@ -73,7 +73,7 @@
 {{- end }}
 {{- range $name, $value := .Values.settings }}
 - name: TOKENLAKE_{{ upper $name }}
-  value: {{ kindIs "slice" $value | ternary (join "," $value) ($value | toString) | quote }}
+  value: {{ include "tokenlake.text" $value | quote }}
 {{- end }}
 {{- range .Values.secretSettings }}
 - name: TOKENLAKE_{{ upper .setting }}
@@ -107,22 +107,24 @@ resources:
   limits:
     memory: {{ include "tokenlake.mebibytes" . }}Mi
     {{- with .Values.daemon.resources }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- if eq .Values.mode "daemonset" }}
 # The page answers while the memory is prepared, so that this fits any memory.
 startupProbe:
   httpGet: {path: /health, port: metrics}
   periodSeconds: 1
   timeoutSeconds: 3
   failureThreshold: 60
-# A restart loses the segments in memory.
+readinessProbe:
+  httpGet: {path: /ready, port: metrics}
+  periodSeconds: 5
+  timeoutSeconds: 5
+{{- end }}
+# A restart loses the segments in memory. {{ if eq .Values.mode "sidecar" }}The engine neither waits for the daemon nor depends on it.{{ end }}
 livenessProbe:
   httpGet: {path: /health, port: metrics}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
-readinessProbe:
-  httpGet: {path: /ready, port: metrics}
-  periodSeconds: 5
-  timeoutSeconds: 5
 securityContext:
   {{- include "tokenlake.restricted" . | nindent 2 }}
   readOnlyRootFilesystem: true

@@ -4,12 +4,14 @@ image: {{ .Values.engine.image }}
 command: [vllm, serve, {{ .Values.engine.model | quote }}]
 args:
   - --port={{ .Values.engine.port }}
-  - --kv-transfer-config={"kv_connector":"TokenLakeConnector","kv_connector_module_path":"tokenlake_client.engines.vllm","kv_role":"kv_both"}
+  - --kv-transfer-config={"kv_connector":"TokenLakeConnector","kv_connector_module_path":"tokenlake_client.engines.vllm","kv_role":"kv_both","kv_connector_extra_config":{"socket":"/run/tokenlake/tokenlake-local.sock"}}
   {{- range .Values.engine.args }}
   - {{ . | quote }}
   {{- end }}
 env:
+  # The user is in no /etc/passwd.
   - {name: HOME, value: /cache}
+  - {name: USER, value: vllm}
   {{- with .Values.engine.env }}{{ toYaml . | nindent 2 }}{{ end }}
 ports:
   - {name: http, containerPort: {{ .Values.engine.port }}}

@@ -94,9 +94,9 @@ app.kubernetes.io/component: engine
 
 {{- define "tokenlake.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.user }}
-runAsGroup: {{ .Values.user }}
-fsGroup: {{ .Values.user }}
+runAsUser: {{ int64 .Values.user }}
+runAsGroup: {{ int64 .Values.user }}
+fsGroup: {{ int64 .Values.user }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
@@ -112,4 +112,18 @@ capabilities:
 {{- define "tokenlake.grace" -}}
 {{- $save := ternary .Values.settings.disk_save_s 10 (hasKey .Values.settings "disk_save_s") | float64 | ceil | int -}}
 {{- add $save 30 (ternary .Values.drainSeconds 0 (not (empty .Values.etcd.endpoints))) -}}
+{{- end }}
+
+{{/* A value as the settings of the daemon are written. Helm reads whole numbers as floats, and shows 1000650000 as
+     1.00065e+09. */}}
+{{- define "tokenlake.text" -}}
+{{- if kindIs "slice" . -}}
+{{- $items := list -}}
+{{- range . }}{{ $items = append $items (include "tokenlake.text" .) }}{{ end -}}
+{{- join "," $items -}}
+{{- else if and (kindIs "float64" .) (eq (float64 (int64 .)) .) -}}
+{{- int64 . -}}
+{{- else -}}
+{{- . | toString -}}
+{{- end -}}
 {{- end }}

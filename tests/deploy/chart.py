@@ -1,0 +1,81 @@
+"""The chart, rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "chart" / "tokenlake"
+EXAMPLES = ROOT / "deploy" / "chart" / "examples"
+MANIFESTS = ROOT / "deploy" / "manifests"
+RELEASE = NAMESPACE = "tokenlake"
+
+Object = dict[str, Any]
+
+
+def example(name: str) -> Object:
+    """The values of an example."""
+    yaml = pytest.importorskip("yaml")
+    found: Object = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    return found
+
+
+def files(values: Mapping[str, Any]) -> dict[str, str]:
+    """What the chart makes of these values, by template. Raises helm's errors."""
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    with helm.Chart.load(str(CHART)) as chart:
+        made = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+    return {name: text for name, text in sorted(made.items()) if name.endswith(".yaml") and text.strip()}
+
+
+def objects(values: Mapping[str, Any]) -> list[Object]:
+    """The objects that the chart makes of these values."""
+    yaml = pytest.importorskip("yaml")
+    return [each for text in files(values).values() for each in yaml.safe_load_all(text) if each]
+
+
+def one(made: list[Object], kind: str, ending: str = "") -> Object:
+    """The object of this kind whose name ends so."""
+    (found,) = [each for each in made if each["kind"] == kind and each["metadata"]["name"].endswith(ending)]
+    return found
+
+
+def pods(made: list[Object]) -> Iterator[tuple[str, Object]]:
+    """The specifications of all pods, with the kind of what makes them."""
+    for each in made:
+        if "template" in each.get("spec", {}):
+            yield each["kind"], each["spec"]["template"]["spec"]
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def daemon_of(made: list[Object]) -> tuple[Object, Object]:
+    """The pod with a daemon, and the daemon's container."""
+    for _, pod in pods(made):
+        for container in containers(pod):
+            if container["name"] == "tokenlake":
+                return pod, container
+    raise AssertionError("no pod has a daemon")
+
+
+def environment(container: Object, fields: Mapping[str, str], secret: str = "") -> dict[str, str]:
+    """The variables of a container as kubelet sets them. `fields`: the values of the pod's own fields. `secret`: the
+    content of each key of a Secret."""
+    made: dict[str, str] = {}
+    for variable in container["env"]:
+        if "value" in variable:
+            value = variable["value"]
+            for name, known in made.items():
+                value = value.replace(f"$({name})", known)
+        elif "fieldRef" in variable["valueFrom"]:
+            value = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            value = secret
+        made[variable["name"]] = value
+    return made
