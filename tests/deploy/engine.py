@@ -1,5 +1,5 @@
-"""An engine in a container beside a daemon: `SOCKET store SEED SEGMENTS` or `SOCKET read SEED SEGMENTS`, with an optional
-token. Prints the number of segments."""
+"""An engine in a container beside a daemon: `SOCKET store SEED SEGMENTS` or `SOCKET read SEED SEGMENTS`, with an
+optional token. Prints the number of segments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pods on this machine: the containers of a specification in namespaces of their own, with the mounts, users, groups and
-limits that Kubernetes gives them. `missing` tells what this machine lacks for them."""
+"""Pods on this machine: the containers of a specification in namespaces of their own, with the mounts, users, groups
+and rights that Kubernetes gives them. `missing` tells what this machine lacks for them."""
 
 from __future__ import annotations
 
@@ -127,9 +127,12 @@ class Pod:
             *(f"--groups={context['fsGroup']}", "--no-new-privs", f"--bounding-set={','.join(['-all', *added])}"),
         ]
 
+    def _environment(self, container: Object) -> dict[str, str]:
+        fields = {"metadata.name": self.name, "spec.nodeName": self.name, "status.podIP": self._network.host(self.name)}
+        return ENVIRONMENT | environment({"env": [], **container}, fields)
+
     def start(self, container: Object, command: Sequence[str], log: Path) -> None:
         """Start a container with its mounts, variables, user and rights. `command`: in place of that of its image."""
-        fields = {"metadata.name": self.name, "spec.nodeName": self.name, "status.podIP": self._network.host(self.name)}
         root = self._directory / f"root-{container['name']}"
         root.mkdir(exist_ok=True)
         mounts = [(mount["name"], mount["mountPath"]) for mount in container["volumeMounts"]]
@@ -140,7 +143,7 @@ class Pod:
             "memory": [path for name, path in mounts if name in self._in_memory],
             "hosts": self._hosts,
             "command": [*self._identity(container), *command],
-            "environment": ENVIRONMENT | environment({"env": [], **container}, fields),
+            "environment": self._environment(container),
         }
         inside = [sys.executable, str(Path(__file__).with_name("inside.py")), json.dumps(wanted)]
         apart = ["unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
@@ -167,18 +170,11 @@ class Pod:
 
     def run_in(self, container: Object, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """What `kubectl exec` does: run a command in a container."""
-        entered = [
-            "nsenter",
-            f"--target={self.pid(container['name'])}",
-            "--mount",
-            "--pid",
-            "--net",
-            "--root",
-            "--wd=/",
-        ]
+        target = f"--target={self.pid(container['name'])}"
+        entered = ["nsenter", target, "--mount", "--pid", "--net", "--root", "--wd=/"]
         return subprocess.run(
             [*entered, *self._identity(container), *command],
-            env=ENVIRONMENT,
+            env=self._environment(container),
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

@@ -222,8 +222,8 @@ def mebibytes(quantity: str) -> int:
     ],
 )
 def test_the_memory_of_a_pod(memory: str, smallest: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """The limit is `memory` and the bound of the documents, whose figures `tests/server/test_memory_limit.py` holds; the
-    daemon, in a cgroup of either version with that limit, says that it has enough, and with less that it has not."""
+    """The limit is `memory` and the bound of the documents, whose figures are those of `tests/server/test_memory_limit.py`.
+    The daemon, in a cgroup of either version with that limit, says that it has enough, and with less that it has not."""
     values = {"memory": memory, "smallestSegment": smallest, "settings": more, "daemon": {"commands": "100MiB"}}
     _, daemon = daemon_of(objects(values))
     limit = mebibytes(daemon["resources"]["limits"]["memory"])
@@ -270,7 +270,7 @@ def test_the_daemon_takes_its_settings(values: dict[str, Any]) -> None:
         assert settings.advertise == ("[fd00::1]:7440" if v6 else "10.1.2.3:7440")
     if settings.peers:
         assert settings.advertise == "tokenlake-engine-0.tokenlake.tokenlake.svc:7440"
-        assert [str(peer.address) for peer in settings.peers] == ["tokenlake-engine-1.tokenlake.tokenlake.svc:7440"]
+        assert [peer.host for peer in settings.peers] == ["tokenlake-engine-1.tokenlake.tokenlake.svc"]
 
 
 @every

@@ -28,7 +28,11 @@ pytest.importorskip("grpc")
 pytestmark = [pytest.mark.live, pytest.mark.rest, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 USER = 10001
-SMALL = {"memory": "64MiB", "smallestSegment": "16KiB", "settings": {"match_deadline_ms": 2000, "region_size": "1MiB"}}
+SMALL: dict[str, Any] = {
+    "memory": "64MiB",
+    "smallestSegment": "16KiB",
+    "settings": {"match_deadline_ms": 2000, "region_size": "1MiB"},
+}
 SIDECAR = SMALL | {"mode": "sidecar", "engine": {"enabled": True, "model": "m/x", "replicas": 2}}
 NODES = ("tokenlake-engine-0", "tokenlake-engine-1")
 TENANT = f"[[tenants]]\nname = 'red'\nsecret = '{'ab' * 32}'\ntokens = ['{'cd' * 16}']\n"

@@ -17,9 +17,8 @@ import msgspec
 
 from tokenlake.config import DEFAULT, ServerConfig
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError
-from tokenlake.wire.local_socket import default_socket
 from tokenlake_server.engines.arena import Arena
-from tokenlake_server.engines.local_socket import ENGINES, is_shared, prepare
+from tokenlake_server.engines.local_socket import ENGINES, control_of_this_user, is_shared, prepare
 from tokenlake_server.loop import garbage_collector
 from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.start import allocator
@@ -100,7 +99,7 @@ def _out_of_a_shared_directory(config: ServerConfig, origin: Mapping[str, str]) 
     )
     if not config.control_socket or origin.get("control_socket", DEFAULT) != DEFAULT:
         return config
-    own = default_socket(os.environ, config.node, os.geteuid()).removesuffix(".sock") + ".control"
+    own = control_of_this_user(config.node)
     try:
         prepare(Path(own), "control_socket")
     except ConfigurationError as error:
