@@ -26,7 +26,7 @@ def example(name: str) -> Object:
 
 def files(values: Mapping[str, Any]) -> dict[str, str]:
     """What the chart makes of these values, by template. Raises helm's errors."""
-    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make install-chart")
     with helm.Chart.load(str(CHART)) as chart:
         made = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
     return {name: text for name, text in sorted(made.items()) if name.endswith(".yaml") and text.strip()}

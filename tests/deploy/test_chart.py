@@ -32,8 +32,10 @@ from tokenlake.config import ServerConfig, load_config, parse_size
 from tokenlake.errors import LimitReached
 from tokenlake_server.start import available_memory
 
-helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make install-chart")
 yaml = pytest.importorskip("yaml")
+
+pytestmark = pytest.mark.rest
 
 VERSIONS = "1.30", "1.37"
 """The oldest version of Kubernetes that the chart names, and the newest whose schemas are known."""
@@ -222,8 +224,8 @@ def mebibytes(quantity: str) -> int:
     ],
 )
 def test_the_memory_of_a_pod(memory: str, smallest: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """The limit is `memory` and the bound of the documents, whose figures are those of `tests/server/test_memory_limit.py`.
-    The daemon, in a cgroup of either version with that limit, says that it has enough, and with less that it has not."""
+    """The limit is `memory` and the bound of the documents (`tests/server/test_memory_limit.py`). The daemon, in a
+    cgroup of either version with that limit, says that it has enough, and with less that it has not."""
     values = {"memory": memory, "smallestSegment": smallest, "settings": more, "daemon": {"commands": "100MiB"}}
     _, daemon = daemon_of(objects(values))
     limit = mebibytes(daemon["resources"]["limits"]["memory"])

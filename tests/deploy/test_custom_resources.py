@@ -16,9 +16,10 @@ from tests.deploy.test_chart import all_values
 
 MODELS = Path(sys.prefix) / "kubernetes-models"
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed"),
     pytest.mark.skipif(
-        not (MODELS / "node_modules").is_dir(), reason="@kubernetes-models are not installed: make install-deploy"
+        not (MODELS / "node_modules").is_dir(), reason="@kubernetes-models are not installed: make install-chart"
     ),
 ]
 GROUPS = "cert-manager.io", "monitoring.coreos.com", "keda.sh"

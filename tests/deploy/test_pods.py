@@ -22,7 +22,7 @@ from tokenlake_testing.children import start_child
 from tokenlake_testing.etcd import etcd_version
 from tokenlake_testing.network import Network
 
-pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make install-chart")
 pytest.importorskip("grpc")
 
 pytestmark = [pytest.mark.live, pytest.mark.rest, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -44,7 +44,7 @@ def certificates(directory: Path, *nodes: str) -> dict[str, str]:
     """The files of the Secrets that cert-manager makes, as the chart mounts them."""
     if not (directory / "ca.pem").exists():
         init_ca(directory, "tokenlake")
-    found = {}
+    found: dict[str, str] = {}
     for node in nodes:
         certificate, key = issue(directory, node, renew=(directory / f"{node}.pem").exists())
         parts = {"tls.crt": certificate, "tls.key": key, "ca.crt": directory / "ca.pem"}
