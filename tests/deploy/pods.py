@@ -86,6 +86,8 @@ class Pod:
         self._spec, self.name, self._network, self._directory = spec, name, world, directory
         self._hosts = f"127.0.0.1 localhost\n{hosts}"
         self.security = spec["securityContext"]
+        self.grace_s: float = spec.get("terminationGracePeriodSeconds", 30)
+        """Seconds from SIGTERM to SIGKILL."""
         self.volumes: dict[str, Path] = {}
         self._in_memory: set[str] = set()
         self._processes: dict[str, subprocess.Popen[Any]] = {}

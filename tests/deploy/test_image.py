@@ -88,7 +88,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     place = tmp_path_factory.mktemp("image")
     made = Engine(place)
     base = place / "base.tar"
-    run("mmdebstrap", "--variant=minbase", "bookworm", str(base), *MIRRORS)
+    slim = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in ("doc", "locale", "man")]
+    run("mmdebstrap", "--variant=minbase", *slim, "bookworm", str(base), *MIRRORS)
     container = made.buildah("from", "scratch")
     made.buildah("add", container, str(base), "/")
     made.buildah("commit", container, "localhost/debian:bookworm-slim")

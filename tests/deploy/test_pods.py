@@ -225,48 +225,61 @@ def test_a_directory_of_the_machine(tmp_path: Path) -> None:
             assert engine(other, container, "writer", tmp_path / "engine.log", "store", "1", "4", socket="") == "4"
 
 
-@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
-def test_a_pod_that_ends_hands_its_segments_over(tmp_path: Path) -> None:
-    """kubelet sends SIGTERM to process 1 and waits for terminationGracePeriodSeconds."""
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[tuple[list[Pod], Object, Path]]:
+    """The pods of the DaemonSet on two machines, whose members are in etcd; the container; a directory."""
     tmp_path.chmod(0o755)
-    machines = ("gpu-1", "gpu-2")
+    names = ("gpu-1", "gpu-2")
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network([*machines, "etcd"]))
+        network = stack.enter_context(Network([*names, "etcd"]))
         address = network.address("etcd")
         flags = {
             "data-dir": str(tmp_path / "etcd"),
             "listen-client-urls": "http://0.0.0.0:2379",
             "advertise-client-urls": f"http://{address}:2379",
         }
-        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        words = ["etcd", *(word for name, value in flags.items() for word in (f"--{name}", value))]
         with (tmp_path / "etcd.log").open("wb") as output:
-            etcd = start_child(
-                ["ip", "netns", "exec", network.namespace("etcd"), "etcd", *words], stdout=output, stderr=output
-            )
+            inside = ["ip", "netns", "exec", network.namespace("etcd")]
+            etcd = start_child([*inside, *words], stdout=output, stderr=output)
         stack.callback(etcd.wait)
         stack.callback(etcd.kill)
         values: Mapping[str, Any] = SMALL | {
             "etcd": {"endpoints": [f"{address}:2379"]},
-            "certificates": {"nodes": list(machines)},
+            "certificates": {"nodes": list(names)},
             "drainSeconds": 20,
         }
         spec, container = daemon_of(objects(values))
-        files = certificates(tmp_path / "ca", *machines)
+        files = {"certificates": certificates(tmp_path / "ca", *names)}
         made = []
-        for name in machines:
-            machine = tmp_path / f"machine-{name}"
-            pod = Pod(spec, name, network, tmp_path / name, secrets={"certificates": files}, machine=machine)
+        for name in names:
+            pod = Pod(spec, name, network, tmp_path / name, secrets=files, machine=tmp_path / f"machine-{name}")
             os.chown(pod.volumes["socket"], USER, USER)
             made.append(stack.enter_context(pod))
             served(pod, container, tmp_path / f"{name}.log")
         ready(*made)
         wait_until(lambda: all(peers(pod) == 1 for pod in made), "the daemons are connected")
-        assert engine(made[0], container, "writer", tmp_path / "engine.log", "store", "1", "16") == "16"
-        os.kill(made[0].pid("tokenlake"), signal.SIGTERM)
-        assert made[0].wait("tokenlake", spec["terminationGracePeriodSeconds"]) == 0
-        assert engine(made[1], container, "reader", tmp_path / "engine.log", "read", "1", "16") == "16"
-        log = (tmp_path / "gpu-2.log").read_text()
-        assert "left the ring" in log or "16 segments" in log, log
+        yield made, container, tmp_path
+
+
+@pytest.mark.skipif(etcd_version() is None, reason="etcd is not installed: make install-tools")
+@pytest.mark.parametrize("by", ["SIGTERM", "a hook"])
+def test_a_pod_that_ends(by: str, machines: tuple[list[Pod], Object, Path]) -> None:
+    """It hands its segments over and leaves the ring within the time that the pod has; its successor is a member again.
+    kubelet runs a hook `preStop` in the container, with which it may end."""
+    (first, second), container, directory = machines
+    assert engine(first, container, "writer", directory / "engine.log", "store", "1", "16") == "16"
+    if by == "SIGTERM":
+        os.kill(first.pid("tokenlake"), signal.SIGTERM)
+    else:
+        ended = first.run_in(container, [*COMMAND, "drain"])
+        assert ended.returncode in (0, -signal.SIGKILL, 128 + signal.SIGKILL), ended
+    assert first.wait("tokenlake", first.grace_s) == 0
+    assert engine(second, container, "reader", directory / "engine.log", "read", "1", "16") == "16"
+    wait_until(lambda: peers(second) == 0, "it is no member any more")
+    served(first, container, directory / "again.log")
+    ready(first, second)
+    wait_until(lambda: peers(second) == 1, "its successor is a member")
 
 
 def test_the_limit_of_a_pod_is_enough_for_it_and_for_commands(tmp_path: Path) -> None:

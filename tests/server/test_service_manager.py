@@ -68,7 +68,7 @@ def test_a_daemon_tells_its_manager(abstract: bool, tmp_path: Path) -> None:
         assert daemon.returncode == 0
 
 
-async def test_the_watchdog_of_another_process_and_a_manager_that_is_gone(
+async def test_a_manager_that_is_not_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop, address = asyncio.get_running_loop(), str(tmp_path / "notify")
