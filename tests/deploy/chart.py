@@ -16,12 +16,39 @@ RELEASE = NAMESPACE = "tokenlake"
 
 Object = dict[str, Any]
 
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+PEERS = {"etcd": {"endpoints": ["etcd:2379"]}, "certificates": {"nodes": ["gpu-1"]}}
+ENGINE = {"enabled": True, "model": "m/x"}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "unencrypted": {"etcd": {"endpoints": ["etcd:2379"]}, "unencrypted": True},
+    "issuer": PEERS | {"certificates": {"nodes": ["gpu-1"], "issuer": {"name": "pki", "kind": "ClusterIssuer"}}},
+    "IPv6": PEERS | {"ipFamily": "IPv6"},
+    "settings": {
+        "settings": {"allow_uids": [10001, 1000650000], "lease_s": 2.5, "query_engine": True, "location": "row/rack"},
+        "secretSettings": [{"setting": "disk_keys", "secret": "keys", "key": "disk"}],
+        "image": {"pullSecrets": ["registry"]},
+        "daemon": {"priorityClassName": "pools", "annotations": {"a": "b"}, "labels": {"c": "d"}},
+        "user": 1000650000,
+    },
+    "huge pages": {"settings": {"huge_pages": True}, "daemon": {"resources": {"hugepages-2Mi": "16386Mi"}}},
+    "one engine": {"mode": "sidecar", "engine": ENGINE | {"replicas": 1}},
+    "engines that come and go": {"mode": "sidecar", "engine": ENGINE, "etcd": {"endpoints": ["etcd:2379"]}},
+    "dashboard": {"monitoring": {"dashboard": True, "prometheusRule": True, "labels": {"release": "p"}}},
+}
+
 
 def example(name: str) -> Object:
     """The values of an example."""
     yaml = pytest.importorskip("yaml")
     found: Object = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     return found
+
+
+def all_values() -> list[Any]:
+    return [pytest.param(example(name), id=name) for name in NAMES] + [
+        pytest.param(values, id=name) for name, values in VARIANTS.items()
+    ]
 
 
 def files(values: Mapping[str, Any]) -> dict[str, str]:

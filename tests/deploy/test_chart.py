@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -12,10 +13,14 @@ import pytest
 
 from tests.deploy.chart import (
     CHART,
-    EXAMPLES,
+    ENGINE,
     MANIFESTS,
+    NAMES,
     NAMESPACE,
+    ROOT,
+    VARIANTS,
     Object,
+    all_values,
     containers,
     daemon_of,
     environment,
@@ -29,7 +34,9 @@ from tests.deploy.pod_security import violations
 from tests.kernel_files import kernel_files
 from tests.server.test_memory_limit import BEYOND, OF_A_SEGMENT
 from tokenlake.config import ServerConfig, load_config, parse_size
+from tokenlake.config.setting import settings_of
 from tokenlake.errors import LimitReached
+from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_server.start import available_memory
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make install-chart")
@@ -39,34 +46,6 @@ pytestmark = pytest.mark.rest
 
 VERSIONS = "1.30", "1.37"
 """The oldest version of Kubernetes that the chart names, and the newest whose schemas are known."""
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-PEERS = {"etcd": {"endpoints": ["etcd:2379"]}, "certificates": {"nodes": ["gpu-1"]}}
-ENGINE = {"enabled": True, "model": "m/x"}
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "default": {},
-    "unencrypted": {"etcd": {"endpoints": ["etcd:2379"]}, "unencrypted": True},
-    "issuer": PEERS | {"certificates": {"nodes": ["gpu-1"], "issuer": {"name": "pki", "kind": "ClusterIssuer"}}},
-    "IPv6": PEERS | {"ipFamily": "IPv6"},
-    "settings": {
-        "settings": {"allow_uids": [10001, 1000650000], "lease_s": 2.5, "query_engine": True, "location": "row/rack"},
-        "secretSettings": [{"setting": "disk_keys", "secret": "keys", "key": "disk"}],
-        "image": {"pullSecrets": ["registry"]},
-        "daemon": {"priorityClassName": "pools", "annotations": {"a": "b"}, "labels": {"c": "d"}},
-        "user": 1000650000,
-    },
-    "huge pages": {"settings": {"huge_pages": True}, "daemon": {"resources": {"hugepages-2Mi": "16386Mi"}}},
-    "one engine": {"mode": "sidecar", "engine": ENGINE | {"replicas": 1}},
-    "engines that come and go": {"mode": "sidecar", "engine": ENGINE, "etcd": {"endpoints": ["etcd:2379"]}},
-    "dashboard": {"monitoring": {"dashboard": True, "prometheusRule": True, "labels": {"release": "p"}}},
-}
-
-
-def all_values() -> list[Any]:
-    return [pytest.param(example(name), id=name) for name in NAMES] + [
-        pytest.param(values, id=name) for name, values in VARIANTS.items()
-    ]
-
-
 every = pytest.mark.parametrize("values", all_values())
 
 
@@ -250,6 +229,19 @@ def test_the_memory_of_a_pod(memory: str, smallest: str, more: dict[str, Any], t
             assert found == enough
 
 
+def test_huge_pages_are_beside_the_limit() -> None:
+    _, daemon = daemon_of(objects(VARIANTS["huge pages"]))
+    limits = daemon["resources"]["limits"]
+    assert limits["hugepages-2Mi"] == daemon["resources"]["requests"]["hugepages-2Mi"] == "16386Mi"
+    assert 200 < mebibytes(limits["memory"]) < 500
+
+
+def test_the_figure_of_the_page() -> None:
+    _, daemon = daemon_of(objects({"memory": "64GiB"}))
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert f"`memory: 64GiB` gives {mebibytes(daemon['resources']['limits']['memory']):,} MiB" in page
+
+
 FIELDS = {"spec.nodeName": "gpu-1", "metadata.name": "tokenlake-engine-0", "status.podIP": "10.1.2.3"}
 
 
@@ -312,6 +304,21 @@ def test_who_reaches_a_daemon() -> None:
     beside = one(objects(example("sidecar")), "NetworkPolicy")
     assert allowed(beside, "ingress").keys() == {7440, 7441, 7442, 8000}
     assert beside["spec"]["policyTypes"] == ["Ingress"]
+
+
+@pytest.mark.parametrize("name", ["daemonset", "sidecar"])
+def test_vllm_is_given_settings_that_the_connector_has(name: str) -> None:
+    (container,) = [
+        each for _, pod in pods(objects(example(name))) for each in pod["containers"] if each["name"] == "vllm"
+    ]
+    (flag,) = [each for each in container["args"] if each.startswith("--kv-transfer-config=")]
+    config = json.loads(flag.partition("=")[2])
+    assert config["kv_connector_extra_config"].keys() <= settings_of(EngineSettings).keys()
+    assert (ROOT / "client" / config["kv_connector_module_path"].replace(".", "/") / "__init__.py").exists()
+    assert (
+        config["kv_connector_extra_config"]["socket"]
+        == environment(daemon_of(objects(example(name)))[1], FIELDS)["TOKENLAKE_SOCKET"]
+    )
 
 
 def test_certificates_are_what_nodes_ask_for() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.chart import Object, example, objects
-from tests.deploy.test_chart import all_values
+from tests.deploy.chart import Object, all_values, example, objects
+
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make install-chart")
 
 MODELS = Path(sys.prefix) / "kubernetes-models"
 pytestmark = [
