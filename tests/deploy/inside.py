@@ -54,8 +54,6 @@ def main(wanted: dict[str, Any]) -> None:
             inside(path).symlink_to(os.readlink(path))
         elif os.path.isdir(path):
             _bind(path, inside(path))
-    for path in wanted["programs"]:
-        _bind(path, inside(path))
     for name in DEVICES:
         _bind(f"/dev/{name}", inside(f"/dev/{name}"))
     for path in ("/proc", "/tmp", "/etc", "/sys/fs/cgroup"):
@@ -69,6 +67,9 @@ def main(wanted: dict[str, Any]) -> None:
         _mount("tmpfs", inside(path), "tmpfs", data="mode=1777")
     for source, path in wanted["binds"]:
         _bind(source, inside(path))
+    # Behind the volumes, since a checkout may be below /tmp.
+    for path in wanted["programs"]:
+        _bind(path, inside(path))
     _mount("none", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
     os.chroot(root)
     os.chdir("/")
