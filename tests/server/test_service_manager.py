@@ -68,9 +68,7 @@ def test_a_daemon_tells_its_manager(abstract: bool, tmp_path: Path) -> None:
         assert daemon.returncode == 0
 
 
-async def test_a_manager_that_is_not_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_manager_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop, address = asyncio.get_running_loop(), str(tmp_path / "notify")
     of_another = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}
     with listening(address) as manager:
