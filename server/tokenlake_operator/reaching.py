@@ -44,7 +44,7 @@ from tokenlake.errors import (
     Unreachable,
 )
 from tokenlake.wire.local_socket import PREFIX, sockets_to_try
-from tokenlake_server.engines.local_socket import listens
+from tokenlake_server.engines.local_socket import control_of_this_user, is_shared, listens
 from tokenlake_server.peers.certificates import certificate_of
 from tokenlake_server.peers.identity import node_of
 from tokenlake_server.start.config_file import read_foreign_file
@@ -132,8 +132,11 @@ class Target:
         if self.path is not None:
             return [self.path]
         settings = settings_file(self.file, self.node)
-        if settings.origin["control_socket"] != DEFAULT or settings.origin["socket"] != DEFAULT:
+        if settings.origin["control_socket"] != DEFAULT:
             return [settings.config.control_socket]
+        if settings.origin["socket"] != DEFAULT:
+            own = [control_of_this_user(settings.config.node)] if is_shared(settings.config.socket) else []
+            return [*own, settings.config.control_socket]
         return _of_node(settings, SUFFIX)
 
     def engine_sockets(self) -> list[str]:

@@ -94,6 +94,32 @@ def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:
     assert read_config_file(file) == 'node = "b"\n', "a byte order mark is no part of the file"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, which gives files to groups")
+def test_a_file_with_secrets_that_root_gave_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a Secret of Kubernetes belong to root and, with `fsGroup`, to a group of the container."""
+    file, user, group = tmp_path / "tokenlake.toml", 1234, 4321
+    file.write_text(f"cluster_secret = '{'aa' * 32}'\n")
+    for owner, mode, reader, groups, taken in (
+        (0, 0o640, user, [group], True),
+        (0, 0o440, user, [group], True),
+        (0, 0o660, user, [group], False),
+        (0, 0o644, user, [group], False),
+        (0, 0o640, user, [], False),
+        (0, 0o640, 0, [group], False),
+        (user, 0o640, user, [group], False),
+    ):
+        os.chown(file, owner, group)
+        file.chmod(mode)
+        for name, value in {"getuid": reader, "getegid": reader, "getgroups": groups}.items():
+            monkeypatch.setattr(os, name, lambda value=value: value)
+        try:
+            read_config_file(file)
+            found = True
+        except ConfigurationError:
+            found = False
+        assert found == taken, (oct(mode), owner, reader, groups)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_the_runtime_directory_of_another_user(there: bool, tmp_path: Path) -> None:
     """As after `su`, or in a container: the message names the variable that gave the default."""

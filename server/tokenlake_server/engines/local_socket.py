@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from tokenlake.errors import ConfigurationError, ListenerUntrusted
-from tokenlake.wire.local_socket import check_place, directory_mode, others_write
+from tokenlake.wire.local_socket import SUFFIX, check_place, default_socket, directory_mode, others_write
 
 ENGINES = "socket"
 """The setting of the socket whose clients check the process that listens, so that its directory may be one that others
@@ -108,6 +108,11 @@ def _check(path: Path, setting: str) -> None:
         expected = "a path where no daemon listens; the daemon of this node runs already, or another one has this path"
     if expected:
         raise ConfigurationError(setting, str(path), expected)
+
+
+def control_of_this_user(node: str) -> str:
+    """The path of the control socket of a daemon of this user whose socket of engines lies where others can write."""
+    return default_socket(os.environ, node, os.geteuid()).removesuffix(SUFFIX) + ".control"
 
 
 def is_shared(path: str) -> bool:

@@ -11,16 +11,19 @@ from tokenlake.config.setting import PlainRefusal, settings_of
 from tokenlake.config.sources import of_toml
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_BEYOND_READING = _OTHERS & ~stat.S_IRGRP
 
 
 def read_config_file(path: Path) -> str:
     """The text of the configuration file, for a daemon. Raises `PlainRefusal` for a file that cannot be read, or that
-    holds a secret and may be read or written by other users; `ConfigurationError` for one that is not TOML."""
+    holds a secret and may be read or written by other users; `ConfigurationError` for one that is not TOML. The group
+    of the file may read it where root gave it to a group of this process, as Kubernetes does with the files of a Secret
+    (`fsGroup`)."""
     text, status = _read(path)
     settings = settings_of(ServerConfig)
     given = {name: value for name, value, _ in of_toml(text, str(path))}
     secrets = [name for name, setting in settings.items() if setting.secret and given.get(name)]
-    if secrets and status.st_mode & _OTHERS:
+    if secrets and status.st_mode & (_BEYOND_READING if _given_by_root(status) else _OTHERS):
         mode = stat.S_IMODE(status.st_mode)
         problem = f"sets '{secrets[0]}', and with mode {mode:04o} other users can read or change it"
         raise _refusal(path, problem, f"chmod 600 {path}")
@@ -34,6 +37,11 @@ def read_foreign_file(path: Path) -> str:
     """The text of a configuration file, for a command that only needs the daemon's addresses. Raises `PlainRefusal` for
     a file that cannot be read."""
     return _read(path)[0]
+
+
+def _given_by_root(status: os.stat_result) -> bool:
+    """True for a file of root that this process, which is not root's, may read through one of its groups only."""
+    return status.st_uid == 0 != os.getuid() and status.st_gid in {os.getegid(), *os.getgroups()}
 
 
 def _read(path: Path) -> tuple[str, os.stat_result]:

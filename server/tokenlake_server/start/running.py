@@ -17,14 +17,14 @@ import msgspec
 
 from tokenlake.config import DEFAULT, ServerConfig
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError
-from tokenlake.wire.local_socket import default_socket
 from tokenlake_server.engines.arena import Arena
-from tokenlake_server.engines.local_socket import ENGINES, is_shared, prepare
+from tokenlake_server.engines.local_socket import ENGINES, control_of_this_user, is_shared, prepare
 from tokenlake_server.loop import garbage_collector
 from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.start import allocator
 from tokenlake_server.start.available_memory import require_memory
 from tokenlake_server.start.daemon import Daemon
+from tokenlake_server.start.service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _out_of_a_shared_directory(config: ServerConfig, origin: Mapping[str, str]) 
     )
     if not config.control_socket or origin.get("control_socket", DEFAULT) != DEFAULT:
         return config
-    own = default_socket(os.environ, config.node, os.geteuid()).removesuffix(".sock") + ".control"
+    own = control_of_this_user(config.node)
     try:
         prepare(Path(own), "control_socket")
     except ConfigurationError as error:
@@ -165,6 +165,7 @@ async def run(
     allocator.set_up()
     sys.setswitchinterval(SWITCH_S)
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
+    manager = ServiceManager(os.environ)
     arena = Arena(config.huge_pages)
     stop = asyncio.Event()
     for ignored in IGNORED:
@@ -179,11 +180,16 @@ async def run(
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)
         serving(daemon)
+        # Here, and not when the memory is prepared: engines can connect, and the time of the rest grows with `memory`.
+        manager.tell("READY=1", f"STATUS=serves at {config.socket}; memory is being prepared")
+        manager.keep_alive(loop)
         await _first(stop, daemon.ring.left, daemon.regions.prepared)
         if daemon.regions.prepared.is_set():
             ready(daemon)
+            manager.tell(f"STATUS=serves at {config.socket}")
         await _first(stop, daemon.ring.left)
         log.info("stopping")
+        manager.tell("STOPPING=1", "STATUS=stopping")
         daemon.watchdog.stop()
         await daemon.close()
         for number in (*ending, *IGNORED):
