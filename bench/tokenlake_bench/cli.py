@@ -146,6 +146,49 @@ def engine(**arguments: Any) -> None:
     _run("engine.command", "engine", arguments)
 
 
+@bench.command("serve")
+@_option("--url", "urls", multiple=True, required=True, help="Address of a server, or of a router; repeatable.")
+@_option(
+    "--workload",
+    type=click.Choice(["chats", "documents", "agents"]),
+    default="chats",
+    help="chats: several turns with pauses; documents: questions on each; agents: contexts that grow.",
+)
+@_option("--trace", type=_FILE, help="In place of a workload: a trace, as of `bench cache-hit`.")
+@_option("--requests", type=int, help="Requests to send. [default: 200; of a trace: all]")
+@_option("--rate", type=float, help="Requests per second on average. [default: 1; of a trace: as recorded]")
+@_option("--concurrency", type=int, help="In place of a rate: so many requests at a time.")
+@_option(
+    "--route",
+    type=click.Choice(["turn", "session"]),
+    default="turn",
+    help="The server of a request, where several are.",
+)
+@_option("--answer-tokens", type=int, help="Tokens of an answer, on average. [default: 128; of a trace: as recorded]")
+@_option("--pause", default=10.0, help="Seconds between an answer and the next turn, median, of chats and agents.")
+@_option("--context", type=int, help="Longest prompt with its answer, in tokens. [default: as the server says]")
+@_option("--objective", help="Limits of a request, such as ttft=2s,tpot=100ms; also e2e.")
+@_option("--model", help="Name of the model. [default: the first one that the server lists]")
+@_option("--api", type=click.Choice(["auto", "completions", "chat"]), default="auto", help="The API that is used.")
+@_option("--prompts", type=click.Choice(["auto", "ids", "text"]), default="auto", help="The form of the prompts.")
+@_option("--vocabulary", type=int, help="Token ids are below this. [default: 32,000, or what the server takes]")
+@_option("--key-variable", default="OPENAI_API_KEY", help="The variable with the API key.")
+@_option("--timeout", default=120.0, help="Seconds without a part of an answer after which it failed.")
+@_option("--metrics", multiple=True, help="Metrics page of an engine; repeatable. [default: those of the servers]")
+@_option("--daemon", "daemons", multiple=True, help="Metrics page of a daemon, HOST:PORT or a URL; repeatable.")
+@_seed
+@_option("--save", "--json", "json_file", type=_FILE, help="Write the result to this file.")
+@_option("--against", type=_FILE, help="Print an earlier result, which --save wrote, beside this one.")
+def serve(**arguments: Any) -> None:
+    """Send requests to servers that run, over the OpenAI API: times, throughput, and where the tokens came from.
+
+    Run it with the pool and without, `--save` the one and give it as `--against` to the other. Ctrl-C prints what was
+    measured. Exit status 1: no request was answered.
+    """
+    result = _run("serve.command", "serve", arguments)
+    sys.exit((0 if result.answered else 1) if result.complete else 130)
+
+
 @bench.command("transfer")
 @_option("--against", default="", help="Other stores to run in turn with the pool: mooncake,redis.")
 @_option("--sizes", default="1MiB,32MiB", help="Sizes of the segments.")

@@ -1,0 +1,284 @@
+"""`tokenlake bench serve`: runs a plan against servers, and prints what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+from rich.console import Console
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import format_duration, format_share, output, table, write_json
+from tokenlake_bench.serve.api import Answer, Form, ServeError, base_of, connection, form_of, model_of
+from tokenlake_bench.serve.load import Load
+from tokenlake_bench.serve.pages import Pages, page_of
+from tokenlake_bench.serve.plan import Plan, Sizes, generated, objective, recorded
+from tokenlake_bench.serve.results import (
+    Measured,
+    Row,
+    ServeResult,
+    Settings,
+    daemon_rows,
+    differences,
+    read_result,
+    result_of,
+    rows,
+    token_rows,
+    warnings,
+)
+
+REQUESTS: Final = 200
+RATE: Final = 1.0
+ANSWER_TOKENS: Final = 128
+CONTEXT: Final = 32_768
+"""Tokens for which a workload is generated where the server does not tell its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeArguments:
+    """The options of the command."""
+
+    urls: tuple[str, ...]
+    workload: str
+    trace: Path | None
+    requests: int | None
+    rate: float | None
+    concurrency: int | None
+    route: str
+    answer_tokens: int | None
+    pause: float
+    context: int | None
+    objective: str | None
+    model: str | None
+    api: str
+    prompts: str
+    vocabulary: int | None
+    key_variable: str
+    timeout: float
+    metrics: tuple[str, ...]
+    daemons: tuple[str, ...]
+    seed: int
+    json_file: Path | None
+    against: Path | None
+
+
+def run_serve(arguments: ServeArguments) -> ServeResult:
+    """Run the plan and print the result. Ctrl-C ends the run early: what was measured is printed. Raises
+    `TokenLakeError` where the run cannot begin."""
+    limits = objective(arguments.objective) if arguments.objective else {}
+    before = read_result(arguments.against) if arguments.against is not None else None
+    for name, value, least in (("requests", arguments.requests, 1), ("concurrency", arguments.concurrency, 1)):
+        if value is not None and value < least:
+            raise ConfigurationError(name, value, f"at least {least}")
+    for name, number in (("rate", arguments.rate), ("timeout", arguments.timeout)):
+        if number is not None and not 0 < number < float("inf"):
+            raise ConfigurationError(name, number, "a number above 0")
+    if arguments.rate is not None and arguments.concurrency is not None:
+        raise ConfigurationError("concurrency", arguments.concurrency, "either --rate or --concurrency")
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        result = runner.run(_run(arguments, limits))
+    write_json(result, arguments.json_file)
+    _print(result, before)
+    return result
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed: a part of an answer costs two thirds of the time."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
+        return loop
+    return None
+
+
+async def _run(arguments: ServeArguments, limits: dict[str, float]) -> ServeResult:
+    notes = Console(stderr=True)
+    bases = [base_of(url) for url in arguments.urls]
+    async with connection(os.environ.get(arguments.key_variable)) as client:
+        model, context = await _models(client, bases, arguments)
+        plan = _plan(arguments, context)
+        form = await form_of(
+            client, bases[0], model, arguments.api, arguments.prompts, arguments.vocabulary, arguments.timeout
+        )
+        longest = max(each.prompt_tokens for each in plan.requests)
+        settings = Settings(
+            workload=plan.name,
+            seed=arguments.seed,
+            requests=len(plan.requests),
+            rate=None if arguments.concurrency else arguments.rate or (None if arguments.trace else RATE),
+            concurrency=arguments.concurrency,
+            servers=len(bases),
+            route=arguments.route if len(bases) > 1 else "-",
+            model=model,
+            form=str(form),
+            longest_prompt=longest,
+            objective=limits,
+        )
+        said = f"{plan.name}, seed {arguments.seed}: {len(plan.requests)} requests, prompts up to {longest:,} tokens"
+        notes.print(f"{said}; model {model}: {form}", soft_wrap=True, highlight=False)
+        pages = Pages(
+            [page_of(each) for each in arguments.metrics or bases], [page_of(each) for each in arguments.daemons]
+        )
+        await pages.read_before(client)
+        answers, busy_s, complete = await _load(client, bases, form, plan, arguments)
+        await pages.read_after(client)
+    measured = Measured(
+        answers=answers,
+        urls=bases,
+        planned_tokens=sum(each.prompt_tokens for each in plan.requests),
+        repeated_tokens=plan.repeated_tokens,
+        cut=plan.cut,
+        engines=pages.engine_tokens(),
+        daemons=pages.daemon_tokens(),
+        not_read=pages.unread,
+        busy_s=busy_s,
+        complete=complete,
+    )
+    return result_of(settings, measured)
+
+
+async def _models(
+    client: aiohttp.ClientSession, bases: Sequence[str], arguments: ServeArguments
+) -> tuple[str, int | None]:
+    """The model of all servers, and its least context where they tell it. Raises `ServeError`."""
+    found = [await model_of(client, base, arguments.model, arguments.key_variable) for base in bases]
+    names = {each.id for each in found}
+    if len(names) > 1:
+        raise ServeError(f"the servers have different models: {', '.join(sorted(names))}; name one with --model")
+    contexts = [each.max_model_len for each in found if each.max_model_len]
+    if arguments.context is not None:
+        contexts.append(arguments.context)
+    return found[0].id, min(contexts, default=None)
+
+
+def _plan(arguments: ServeArguments, context: int | None) -> Plan:
+    if arguments.trace is not None:
+        return recorded(
+            arguments.trace,
+            limit=arguments.requests,
+            seed=arguments.seed,
+            rate=arguments.rate,
+            context=context,
+            answer_tokens=arguments.answer_tokens,
+        )
+    sizes = Sizes(
+        requests=arguments.requests or REQUESTS,
+        rate=arguments.rate or RATE,
+        context=context or CONTEXT,
+        answer_tokens=arguments.answer_tokens or ANSWER_TOKENS,
+        pause_s=arguments.pause,
+        seed=arguments.seed,
+    )
+    return generated(arguments.workload, sizes)
+
+
+async def _load(
+    client: aiohttp.ClientSession, bases: Sequence[str], form: Form, plan: Plan, arguments: ServeArguments
+) -> tuple[list[Answer], float, bool]:
+    """The answers, the seconds for which this process computed, and whether the run was complete."""
+    with LiveProgress("requests", len(plan.requests)) as progress:
+        failed = 0
+
+        def told(answer: Answer) -> None:
+            nonlocal failed
+            failed += bool(answer.error)
+            if answer.error and failed <= 3:
+                progress.say(f"request {answer.number} at {bases[answer.server]}: {answer.error}: {answer.said}")
+            progress.update(len(load.answers), f"{failed} failed" if failed else "")
+
+        load = Load(client, bases, form, plan, route=arguments.route, wait_s=arguments.timeout, told=told)
+        run = load.closed(arguments.concurrency) if arguments.concurrency else load.open()
+        task = asyncio.ensure_future(run)
+        loop, began = asyncio.get_running_loop(), time.process_time()
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            progress.say("interrupted: the figures are of the requests that have ended")
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+        return load.answers, time.process_time() - began, len(load.answers) == len(plan.requests)
+
+
+def _print(result: ServeResult, before: ServeResult | None) -> None:
+    console = output()
+    settings = result.settings
+    pace = "arrivals as recorded"
+    if settings.rate is not None:
+        pace = f"{settings.rate:g} requests/s"
+    elif settings.concurrency is not None:
+        pace = f"{settings.concurrency} at a time"
+    servers = f"{settings.servers} {'server' if settings.servers == 1 else 'servers'}"
+    title = f"{settings.workload}, seed {settings.seed}, {pace}, {servers}, {format_duration(result.duration_s)}"
+    _section(console_title(title), rows(result), rows(before) if before else None)
+    _section(
+        "prompt tokens by source (engines)", token_rows(result), token_rows(before) if before else None, share=True
+    )
+    _section("tokens at the daemons", daemon_rows(result), daemon_rows(before) if before else None, share=True)
+    if len(result.servers) > 1:
+        cells = [
+            (each.url, str(each.requests), format_duration(each.ttft.p50_s) if each.ttft else "-")
+            for each in result.servers
+        ]
+        console.print(table("by server", ("server", "requests", "first token, median"), cells))
+    late = "-" if result.late is None else format_duration(result.late.p99_s)
+    repeats = format_share(result.repeated_tokens / max(1, result.planned_tokens))
+    lines = [
+        f"The workload repeats {repeats} of its prompt tokens. This client: late by {late} (p99), "
+        f"{format_share(result.busy)} of a core."
+    ]
+    if before is not None and (different := differences(before.settings, settings)):
+        lines.append(f"The runs differ in more than the servers: {'; '.join(different)}.")
+    for line in (*lines, *warnings(result)):
+        console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=False)
+
+
+def console_title(text: str) -> str:
+    """A title of lines of at most 78 characters."""
+    parts, lines = text.split(", "), [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > 78:
+            lines.append("")
+        lines[-1] += (", " if lines[-1] else "") + part
+    return ",\n".join(lines)
+
+
+def _section(title: str, now: Sequence[Row], before: Sequence[Row] | None, *, share: bool = False) -> None:
+    if not now and not before:
+        return
+    if before is None:
+        total = now[-1][1] if share and now and now[-1][0] == "prompt tokens" else now[0][1] if share and now else None
+        cells = [
+            (name, "-" if value is None else write(value), *_share(value, total, share)) for name, value, write in now
+        ]
+        output().print(table(title, ("", "", "share") if share else (), cells))
+        return
+    values = {name: (value, write) for name, value, write in before}
+    cells = []
+    for name, value, write in now:
+        earlier, _ = values.pop(name, (None, write))
+        cells.append((name, *_cells(earlier, value, write)))
+    cells += [(name, *_cells(earlier, None, write)) for name, (earlier, write) in values.items()]
+    output().print(table(title, ("", "before", "now", "ratio"), cells))
+
+
+def _share(value: float | None, total: float | None, share: bool) -> tuple[str, ...]:
+    if not share:
+        return ()
+    return (format_share(value / total) if total and value is not None else "-",)
+
+
+def _cells(before: float | None, now: float | None, write: object) -> tuple[str, str, str]:
+    assert callable(write)
+    ratio = f"{now / before:.2f}" if before and now is not None else "-"
+    return "-" if before is None else write(before), "-" if now is None else write(now), ratio
