@@ -193,7 +193,7 @@ async def model_of(client: aiohttp.ClientSession, base: str, wanted: str | None,
         async with client.get(url, timeout=aiohttp.ClientTimeout(total=DIAL_S)) as answer:
             content = await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ServeError(f"{base} is not reachable: {_why(error)}; is this a server that runs?") from error
+        raise ServeError(f"{base} is not reachable: {reason(error)}; is this a server that runs?") from error
     if answer.status in (401, 403):
         raise ServeError(f"{base} refuses the key (status {answer.status}): set the variable {key_name} to its API key")
     if answer.status == 404 and wanted:
@@ -291,11 +291,11 @@ async def send(
     except TimeoutError:
         answer.error, answer.said = "stalled", f"no part of the answer for {wait_s:g} s"
     except (aiohttp.ClientConnectorError, aiohttp.ClientConnectionResetError) as error:
-        answer.error, answer.said = "not reachable", _why(error)
+        answer.error, answer.said = "not reachable", reason(error)
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError) as error:
-        answer.error, answer.said = "cut off", _why(error)
+        answer.error, answer.said = "cut off", reason(error)
     except (aiohttp.ClientError, OSError) as error:
-        answer.error, answer.said = "failed", _why(error)
+        answer.error, answer.said = "failed", reason(error)
     except (ValueError, msgspec.MsgspecError) as error:
         answer.error, answer.said = "no valid answer", _shortened(str(error).encode())
     finally:
@@ -338,7 +338,8 @@ def _shortened(content: bytes) -> str:
     return text if len(text) <= MAX_SAID else text[: MAX_SAID - 3] + "..."
 
 
-def _why(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Why a connection or an answer failed, for people."""
     if isinstance(error, TimeoutError):
         return f"no answer within {DIAL_S:g} s"
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -17,24 +17,13 @@ from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_duration, format_share, output, table, write_json
+from tokenlake_bench.report import write_json
 from tokenlake_bench.serve.api import Answer, Form, ServeError, base_of, connection, form_of, model_of
 from tokenlake_bench.serve.load import Load
 from tokenlake_bench.serve.pages import Pages, page_of
 from tokenlake_bench.serve.plan import Plan, Sizes, generated, objective, recorded
-from tokenlake_bench.serve.results import (
-    Measured,
-    Row,
-    ServeResult,
-    Settings,
-    daemon_rows,
-    differences,
-    read_result,
-    result_of,
-    rows,
-    token_rows,
-    warnings,
-)
+from tokenlake_bench.serve.printing import print_result
+from tokenlake_bench.serve.results import Measured, ServeResult, Settings, read_result, result_of
 
 REQUESTS: Final = 200
 RATE: Final = 1.0
@@ -87,7 +76,7 @@ def run_serve(arguments: ServeArguments) -> ServeResult:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         result = runner.run(_run(arguments, limits))
     write_json(result, arguments.json_file)
-    _print(result, before)
+    print_result(result, before)
     return result
 
 
@@ -208,77 +197,3 @@ async def _load(
         finally:
             loop.remove_signal_handler(signal.SIGINT)
         return load.answers, time.process_time() - began, len(load.answers) == len(plan.requests)
-
-
-def _print(result: ServeResult, before: ServeResult | None) -> None:
-    console = output()
-    settings = result.settings
-    pace = "arrivals as recorded"
-    if settings.rate is not None:
-        pace = f"{settings.rate:g} requests/s"
-    elif settings.concurrency is not None:
-        pace = f"{settings.concurrency} at a time"
-    servers = f"{settings.servers} {'server' if settings.servers == 1 else 'servers'}"
-    title = f"{settings.workload}, seed {settings.seed}, {pace}, {servers}, {format_duration(result.duration_s)}"
-    _section(console_title(title), rows(result), rows(before) if before else None)
-    _section(
-        "prompt tokens by source (engines)", token_rows(result), token_rows(before) if before else None, share=True
-    )
-    _section("tokens at the daemons", daemon_rows(result), daemon_rows(before) if before else None, share=True)
-    if len(result.servers) > 1:
-        cells = [
-            (each.url, str(each.requests), format_duration(each.ttft.p50_s) if each.ttft else "-")
-            for each in result.servers
-        ]
-        console.print(table("by server", ("server", "requests", "first token, median"), cells))
-    late = "-" if result.late is None else format_duration(result.late.p99_s)
-    repeats = format_share(result.repeated_tokens / max(1, result.planned_tokens))
-    lines = [
-        f"The workload repeats {repeats} of its prompt tokens. This client: late by {late} (p99), "
-        f"{format_share(result.busy)} of a core."
-    ]
-    if before is not None and (different := differences(before.settings, settings)):
-        lines.append(f"The runs differ in more than the servers: {'; '.join(different)}.")
-    for line in (*lines, *warnings(result)):
-        console.print(line, soft_wrap=not console.is_terminal, highlight=False, markup=False)
-
-
-def console_title(text: str) -> str:
-    """A title of lines of at most 78 characters."""
-    parts, lines = text.split(", "), [""]
-    for part in parts:
-        if lines[-1] and len(lines[-1]) + len(part) + 2 > 78:
-            lines.append("")
-        lines[-1] += (", " if lines[-1] else "") + part
-    return ",\n".join(lines)
-
-
-def _section(title: str, now: Sequence[Row], before: Sequence[Row] | None, *, share: bool = False) -> None:
-    if not now and not before:
-        return
-    if before is None:
-        total = now[-1][1] if share and now and now[-1][0] == "prompt tokens" else now[0][1] if share and now else None
-        cells = [
-            (name, "-" if value is None else write(value), *_share(value, total, share)) for name, value, write in now
-        ]
-        output().print(table(title, ("", "", "share") if share else (), cells))
-        return
-    values = {name: (value, write) for name, value, write in before}
-    cells = []
-    for name, value, write in now:
-        earlier, _ = values.pop(name, (None, write))
-        cells.append((name, *_cells(earlier, value, write)))
-    cells += [(name, *_cells(earlier, None, write)) for name, (earlier, write) in values.items()]
-    output().print(table(title, ("", "before", "now", "ratio"), cells))
-
-
-def _share(value: float | None, total: float | None, share: bool) -> tuple[str, ...]:
-    if not share:
-        return ()
-    return (format_share(value / total) if total and value is not None else "-",)
-
-
-def _cells(before: float | None, now: float | None, write: object) -> tuple[str, str, str]:
-    assert callable(write)
-    ratio = f"{now / before:.2f}" if before and now is not None else "-"
-    return "-" if before is None else write(before), "-" if now is None else write(now), ratio

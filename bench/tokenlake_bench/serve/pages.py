@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokenlake_bench.serve.api import DIAL_S
+from tokenlake_bench.serve.api import DIAL_S, reason
 
 SETTLE_S: Final = 5.0
 """Limit of the seconds for which the pages are read until they no longer change."""
@@ -137,10 +137,8 @@ async def _page(client: aiohttp.ClientSession, url: str) -> Page | str:
             for sample in family.samples
             if sample.name.startswith(("vllm:", "sglang:", "tokenlake_")) and "_bucket" not in sample.name
         }
-    except TimeoutError:
-        return f"no answer within {DIAL_S:g} s"
     except (aiohttp.ClientError, OSError) as error:
-        return str(error) or type(error).__name__
+        return reason(error)
     except ValueError:
         return "it is no page of metrics"
 

@@ -20,6 +20,9 @@ LATE_S: Final = 0.02
 """A client is late from this share of the median time to the first token, and these seconds on."""
 BUSY: Final = 0.8
 """Share of its core from which on the client is."""
+PART_OF_BLOCK: Final = 64
+"""Tokens by request that are found in a block of the trace that is not repeated whole."""
+QUANTILES: Final = ("median", "p90", "p99")
 Row = tuple[str, float | None, Callable[[float], str]]
 
 
@@ -180,7 +183,7 @@ def result_of(settings: Settings, measured: Measured) -> ServeResult:
 
 
 def rows(result: ServeResult) -> list[Row]:
-    """The figures of a result in the order of the table: name, value or None, and how the value is written."""
+    """The counts and rates of a result in the order of the table: name, value or None, and how the value is written."""
     seconds = result.duration_s or float("nan")
     found: list[Row] = [
         ("requests answered", result.answered, _count),
@@ -189,23 +192,33 @@ def rows(result: ServeResult) -> list[Row]:
     if result.in_objective is not None:
         limits = ", ".join(f"{name} {format_duration(limit)}" for name, limit in result.settings.objective.items())
         found.append((f"in objective ({limits})", result.in_objective / max(1, result.sent), format_share))
-        found.append(("in objective, requests/s", result.in_objective / seconds, _rate))
-    for name, spread in (
-        ("first token", result.ttft),
-        ("per further token", result.tpot),
-        ("between two parts", result.between_tokens),
-        ("whole answer", result.e2e),
-    ):
-        if spread is not None or name == "first token":
-            values = (None, None, None) if spread is None else (spread.p50_s, spread.p90_s, spread.p99_s)
-            for which, value in zip(("median", "p90", "p99"), values, strict=True):
-                found.append((f"{name}, {which}", value, format_duration))
-    found += [
+        found.append(("requests/s in objective", result.in_objective / seconds, _rate))
+    return [
+        *found,
         ("requests/s", result.answered / seconds, _rate),
         ("prompt tokens/s", result.prompt_tokens / seconds, _rate),
         ("answer tokens/s", result.output_tokens / seconds, _rate),
     ]
-    return found
+
+
+def times(result: ServeResult) -> dict[str, Quantiles]:
+    """The times of the answers by name; those that were measured."""
+    found = {
+        "first token (TTFT)": result.ttft,
+        "per further token (TPOT)": result.tpot,
+        "between parts (ITL)": result.between_tokens,
+        "whole answer": result.e2e,
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def time_rows(result: ServeResult) -> list[Row]:
+    """A row for each quantile of the times."""
+    return [
+        (f"{name}, {which}", value, format_duration)
+        for name, each in times(result).items()
+        for which, value in zip(QUANTILES, msgspec.structs.astuple(each), strict=True)
+    ]
 
 
 def token_rows(result: ServeResult) -> list[Row]:
@@ -266,20 +279,22 @@ def warnings(result: ServeResult) -> Iterator[str]:
             f"this client computed {format_share(result.busy)} of the time on one core, so that the times contain its "
             "own: run several clients with shares of the rate"
         )
-    tokens = result.engines
-    if tokens is not None and result.complete:
-        counted = tokens.prompt - result.prompt_tokens
-        if counted and not result.errors:
-            yield (
-                f"the engines counted {tokens.prompt:,} prompt tokens and the answers {result.prompt_tokens:,}: "
-                "other requests came in the run, or some servers' pages were not given (--metrics)"
-            )
+    tokens, daemons = result.engines, result.daemons
+    if tokens is not None and result.complete and not result.errors and tokens.prompt != result.prompt_tokens:
+        yield (
+            f"the engines counted {tokens.prompt:,} prompt tokens and the answers {result.prompt_tokens:,}: other "
+            "requests came in the run, or the pages of some engines were not given (--metrics)"
+        )
+    found = 0
+    if tokens is not None:
         found = tokens.prompt - tokens.computed
-        if found > 1.02 * result.repeated_tokens + 64 * result.sent:
-            yield (
-                f"{found:,} tokens were found and the workload repeats {result.repeated_tokens:,}: the caches had "
-                "prompts of an earlier run. Restart the servers and daemons, or give another --seed"
-            )
+    elif daemons is not None:
+        found = daemons.engine_had + sum(daemons.supplied.values())
+    if found > 1.02 * result.repeated_tokens + PART_OF_BLOCK * result.sent:
+        yield (
+            f"{found:,} tokens were found and the workload repeats {result.repeated_tokens:,}: the caches had prompts "
+            "of an earlier run. Restart the servers and daemons, or give another --seed"
+        )
 
 
 def _count(value: float) -> str:
