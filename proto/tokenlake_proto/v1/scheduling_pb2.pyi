@@ -1105,12 +1105,15 @@ class PrefetchRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     PIN_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """The node that is asked first; empty: the directory says which."""
     pin_s: _builtins.float
     """Seconds for which the segments are pinned once they are here; 0: they are not."""
     tenant: _builtins.str
     """The tenant; only an admin may name another one than its own."""
+    layout: _builtins.bytes
+    """The layout of the prompt's fingerprint, encoded, for a node to which no engine with it has connected."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """Its `fingerprint` is needed with `keys` too."""
@@ -1122,10 +1125,11 @@ class PrefetchRequest(_message.Message):
         source: _builtins.str = ...,
         pin_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
+        layout: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_s", b"pin_s", "prompt", b"prompt", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "pin_s", b"pin_s", "prompt", b"prompt", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,7 +103,7 @@ def _membership(name: str, status: pb.GetStatusResponse) -> Iterator[Finding]:
         else:
             problem = f"it serves its engines alone, because no member has proven it; '{peer.node}': {lasted}"
             asked = f"this node belongs to the cluster '{cluster}' of its etcd. If not, correct 'cluster' or 'etcd'"
-        cure = f"ask first whether {asked}. If it does: {_check(peer)[1]}"
+        cure = f"ask first whether {asked}. If it does: {cure_of(peer)}"
         yield Finding("warning" if state.known else "error", "not-admitted", f"{name} - {peer.node}", problem, cure)
     if (state.problem or not state.known) and (state.known or not kept_out):
         cure = "start etcd, or let this node reach it; the node goes on by itself"
@@ -136,6 +136,11 @@ def _peer(name: str, peer: pb.Peer) -> Iterator[Finding]:
         check, cure = _check(peer)
         problem = f"{peer.state} for {span(peer.for_s)}: {peer.reason}"
         yield Finding("error", check, f"{name} - {peer.node}", problem, cure)
+
+
+def cure_of(peer: pb.Peer) -> str:
+    """What lets a node connect with a peer that is not connected."""
+    return _check(peer)[1]
 
 
 def _check(peer: pb.Peer) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from tokenlake.errors import ConfigurationError, LayoutRefused, LimitReached
 from tokenlake.hints import MAX_PIN_S
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Level, Metric
-from tokenlake.opaque_layout import AnyLayout
+from tokenlake.opaque_layout import AnyLayout, decode_layout
 from tokenlake.planner import Model, Rates, Request, cache_load, gen_plans, grow
 from tokenlake.wire.slots import join_keys
 from tokenlake_proto.v1 import scheduling_pb2 as pb
@@ -196,8 +196,10 @@ class Scheduling:
         check_name("node", message.source)
         if not 0 <= message.pin_s <= MAX_PIN_S:
             raise ValueError(f"pin_s is {message.pin_s}; expected 0 (no pin) to {MAX_PIN_S:.0f} seconds")
-        layouts = {bytes(each.fingerprint()): each for each in await self._layouts(tenant)}
-        layout = layouts.get(message.prompt.fingerprint)
+        known = await self._layouts(tenant)
+        if message.layout:
+            known.append(decode_layout(message.layout))
+        layout = next((each for each in known if bytes(each.fingerprint()) == message.prompt.fingerprint), None)
         if layout is None:
             raise LayoutRefused("no engine of this tenant has connected to this node with a layout of this fingerprint")
         (request,) = await self._requests(tenant, [message.prompt], layout.segment_tokens)
