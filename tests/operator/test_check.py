@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ pytest.importorskip("grpc")
 
 from tests.operator.scene import control_of, run
 from tests.robustness.live import LAYOUT, Prompt, daemons, store, total, wait_until
-from tests.server.control.scene import certificates, served
+from tests.server.certified import authority, files
+from tests.server.control.scene import certificates, local, served
 from tests.server.scene import RED, private, tenants_text
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_operator.check import LEFT_BYTES, check
-from tokenlake_operator.crossing import SEGMENTS, layout_of
-from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_operator.crossing import SEGMENTS, Checker, layout_of
+from tokenlake_testing.cluster import SERVER, Cluster, Node, node_names
+from tokenlake_testing.network import Network, missing
 
 pytestmark = pytest.mark.live
 
@@ -111,8 +114,8 @@ def test_with_a_certificate_at_other_machines() -> None:
         assert "probes pass" in without["node1", "node0"]["problem"]
         for role, outcome in (("admin", "equal"), ("reader", "failed")):
             held = certificates(cluster.directory / "ca", role, role)
-            files = ("--certificate", held.certificate, "--key", held.key, "--ca", held.ca)
-            found = checked(here, *files, status=0 if outcome == "equal" else 1)
+            given = ("--certificate", held.certificate, "--key", held.key, "--ca", held.ca)
+            found = checked(here, *given, status=0 if outcome == "equal" else 1)
             assert found["node0", "node1"]["outcome"] == outcome, found
         assert "role admin" in found["node0", "node1"]["cure"]
 
@@ -155,13 +158,10 @@ def test_left_at_one_machine_and_taken_at_another(three: Cluster) -> None:
 
 def test_other_bytes_are_named(three: Cluster) -> None:
     """What the source stores is not what it should: the command finds it, which trusts no checksum."""
-    from tokenlake_operator.crossing import Checker
-
     with Pool.connect(three.nodes[1].socket, layout_of(LEFT_BYTES)) as pool:
         here: Any = type("Here", (), {"name": "node1"})
         keys = Checker(here, pool, layout_of(LEFT_BYTES))._keys("node1")
         run(check, "--socket", control_of(three.nodes[1]), "--leave")
-        from tests.server.control.scene import local
 
         with local(three.nodes[1]) as control:
             control.evict(keys=keys)
@@ -170,6 +170,37 @@ def test_other_bytes_are_named(three: Cluster) -> None:
     found = checked(three.nodes[0], "--take", status=1)["node1", "node0"]
     assert (found["outcome"], "other bytes" in found["problem"]) == ("failed", True)
     run(check, "--socket", control_of(three.nodes[1]), "--leave")
+
+
+@contextlib.contextmanager
+def certified(network: Network) -> Iterator[Cluster]:
+    """Three daemons with certificates, on hosts of their own."""
+    cluster = Cluster(3, "16MiB", "1MiB", None, SERVER, network, match_deadline_ms="2000")
+    ca = authority(cluster.directory / "ca")
+    for node in cluster.nodes:
+        node.settings |= files(ca, node.name)
+    with cluster:
+        yield cluster
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_network_that_passes_nothing_between_two() -> None:
+    """Both control planes answer. The pairs with a third node are as before."""
+    names = node_names(3)
+    with Network(names) as network, certified(network) as cluster:
+        network.drop(names[1], names[2])
+        network.drop(names[2], names[1])
+
+        def noticed() -> bool:
+            found = _found(cluster.nodes[0])
+            one, other = found["node1", "node2"], found["node2", "node1"]
+            return all(each["problem"].count(": ") >= 2 for each in (one, other))
+
+        wait_until(noticed, "the reason is known")
+        found = _found(cluster.nodes[0])
+        failed = {pair for pair, outcome in outcomes(found).items() if outcome != "equal"}
+        assert failed == {("node1", "node2"), ("node2", "node1")}, found
+        assert all("node" in found[pair]["cure"] or "firewall" in found[pair]["cure"] for pair in failed)
 
 
 def test_a_daemon_that_takes_no_bytes_is_named(tmp_path: Path) -> None:
