@@ -26,6 +26,7 @@ GROUPS = {
         "top": "watch rates per node and tenant, hot prefixes and slow calls",
         "explain": "show how many tokens of one request the pool had, and why the others were missed",
         "doctor": "check a node before and while it runs, and say how to cure what is wrong",
+        "check": "send segments between all nodes and compare their bytes",
         "members": "list the members of the cluster, their weights and states",
         "events": "print segments as they are stored and evicted, and changes of the ring",
     },

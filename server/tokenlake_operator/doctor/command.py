@@ -44,8 +44,8 @@ def doctor(target: Target, measure: bool, as_json: bool) -> None:
 
     Without a daemon the settings of --config and of the environment are checked as a start would use them. With one,
     its connections are checked, and those nodes that can be asked from here are compared: clocks, settings, secrets,
-    layouts of engines, round trip and bandwidth in both directions. Exit status 0: nothing was found, 1: see the
-    findings.
+    layouts of engines, round trip and bandwidth in both directions. `tokenlake check` sends segments between all nodes.
+    Exit status 0: nothing was found, 1: see the findings.
     """
     report = examine(target, measure=measure)
     if as_json:

@@ -50,16 +50,18 @@ def with_tokenizer(directory: Path) -> Path:
 
 
 class Server:
-    """One `vllm serve`, with the one flag, and its other settings in the environment."""
+    """One `vllm serve`, with the one flag, and its other settings in the environment. `socket`: of its daemon; None:
+    without the flag."""
 
-    def __init__(self, model: Path, socket: Path, log: Path) -> None:
+    def __init__(self, model: Path, socket: Path | None, log: Path) -> None:
         self.port = reserve_port()
         self.log = log
         settings = {f"TOKENLAKE_ENGINE_{name.upper()}": str(value) for name, value in PATIENT.items()}
-        environment = {**os.environ, **ENVIRONMENT, **settings, "TOKENLAKE_ENGINE_SOCKET": str(socket)}
+        environment = {**os.environ, **ENVIRONMENT, **settings, "TOKENLAKE_ENGINE_SOCKET": str(socket or "")}
         del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
         options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--port", str(self.port)]
-        options += ["--model", str(model), "--served-model-name", "tiny", "--kv-transfer-config", FLAG]
+        options += ["--model", str(model), "--served-model-name", "tiny"]
+        options += ["--kv-transfer-config", FLAG] if socket is not None else []
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
         with log.open("ab") as output:
