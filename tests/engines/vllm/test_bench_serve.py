@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-pytest.importorskip("aiohttp")
 
 from tests.engines.vllm.conftest import PATIENT_NODES
 from tests.engines.vllm.test_servers import Server, with_tokenizer
@@ -23,6 +20,8 @@ from tokenlake_testing.cluster import Cluster
 
 pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(400)]
 
+BENCH = Path(__file__).parents[3] / ".venv" / "bin" / "python"
+"""The benchmarks are in the environment of the other tests, and not in vLLM's."""
 TIMEOUT_S = 120.0
 SIZES = ("--requests", "24", "--answer-tokens", "4", "--context", "2048", "--pause", "0.2")
 
@@ -48,7 +47,7 @@ class Fleet:
         log, file = self.directory / "bench.log", self.directory / "result.json"
         file.unlink(missing_ok=True)
         code = "from tokenlake.command import main; main()"
-        command = [sys.executable, "-c", code, "bench", "serve", *words, "--save", str(file)]
+        command = [str(BENCH), "-c", code, "bench", "serve", *words, "--save", str(file)]
         with log.open("wb") as output:
             return start_child(command, stdout=output, stderr=output, env=dict(os.environ)), log, file
 
@@ -61,6 +60,8 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    if not BENCH.exists() or subprocess.run([BENCH, "-c", "import aiohttp, tokenlake_bench"]).returncode:
+        pytest.skip("tokenlake-bench is not installed (`make install-dev`)")
     with Cluster(2, "128MiB", "16MiB", **PATIENT_NODES) as cluster:
         fleet = Fleet(tmp_path_factory.mktemp("fleet"), cluster)
         try:
