@@ -39,6 +39,7 @@ class OpenAiServer:
         self.fault, self.apis, self.ids, self.vocabulary, self.strict = fault, apis, ids, vocabulary, strict
         self.key, self.context, self.model, self.has_metrics = key, context, model, metrics
         self.prompts: list[Any] = []
+        self.keys_at_metrics: set[str | None] = set()
         self.most_at_once = 0
         self.gate = threading.Event()
         """Stalled answers go on once it is set."""
@@ -74,7 +75,9 @@ class OpenAiServer:
 
     def page(self, handler: BaseHTTPRequestHandler) -> None:
         """Models and metrics."""
-        if self.key and handler.path != "/metrics" and handler.headers["Authorization"] != f"Bearer {self.key}":
+        if handler.path == "/metrics":
+            self.keys_at_metrics.add(handler.headers["Authorization"])
+        elif self.key and handler.headers["Authorization"] != f"Bearer {self.key}":
             return _send(handler, 401, {"error": {"message": "no key"}})
         if handler.path == "/v1/models":
             return _send(handler, 200, {"data": [{"id": self.model, "max_model_len": self.context}]})
@@ -123,12 +126,13 @@ class OpenAiServer:
         handler.end_headers()
         handler.close_connection = True
         for at in range(body["max_tokens"]):
-            if at == 1 and fault == "garbage":
+            failing = fault if at == min(1, body["max_tokens"] - 1) else ""
+            if failing == "garbage":
                 handler.wfile.write(b"<html>what</html>\n\n")
                 return
-            if at == 1 and fault == "stall":
+            if failing == "stall":
                 self.gate.wait(60)
-            if at == 1 and fault == "cut":
+            if failing == "cut":
                 handler.connection.shutdown(socket.SHUT_RDWR)
                 return
             last = at + 1 == body["max_tokens"]

@@ -132,6 +132,7 @@ def test_a_key_and_no_metrics(tmp_path: Path) -> None:
         assert "set the variable OPENAI_API_KEY" in refused.stderr
         result = measured(tmp_path, "--url", server.url, key="secret")
         assert result.engines is None
+        assert server.keys_at_metrics == {None}
         assert list(result.not_read.values()) == ["status 404; SGLang serves it with --enable-metrics"]
         # The answers tell how many of their tokens were found.
         assert result.cached_tokens
@@ -147,12 +148,12 @@ def test_a_key_and_no_metrics(tmp_path: Path) -> None:
         ("500", "status 500", "fault 500"),
         ("garbage", "no valid answer", "a line of a stream was expected"),
         ("cut", "cut off", ""),
-        ("stall", "stalled", "no part of the answer for 1 s"),
+        ("stall", "stalled", "no part of the answer for 5 s"),
     ],
 )
 def test_faults_are_counted_by_kind(fault: str, kind: str, said: str, tmp_path: Path) -> None:
     with OpenAiServer(lambda number: fault if number in (3, 7) else "") as server:
-        result = measured(tmp_path, "--url", server.url, "--timeout", 1)
+        result = measured(tmp_path, "--url", server.url, "--timeout", 5 if fault == "stall" else 60)
     assert (result.answered, result.errors) == (10, {kind: 2})
     assert said in result.said[kind]
     assert any(f"failed: 2 x {kind}" in line for line in warnings(result))

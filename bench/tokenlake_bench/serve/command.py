@@ -31,6 +31,10 @@ ANSWER_TOKENS: Final = 128
 CONTEXT: Final = 32_768
 """Tokens for which a workload is generated where the server does not tell its context."""
 
+TEXT_SHARE: Final = 0.85
+"""Share of the context that prompts of text and their answers may take: some words, and the template of a chat, have
+more tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeArguments:
@@ -93,12 +97,15 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 async def _run(arguments: ServeArguments, limits: dict[str, float]) -> ServeResult:
     notes = Console(stderr=True)
     bases = [base_of(url) for url in arguments.urls]
-    async with connection(os.environ.get(arguments.key_variable)) as client:
+    # The pages may be of other hosts, which are sent no key.
+    async with connection(os.environ.get(arguments.key_variable)) as client, connection(None) as reader:
         model, context = await _models(client, bases, arguments)
-        plan = _plan(arguments, context)
         form = await form_of(
             client, bases[0], model, arguments.api, arguments.prompts, arguments.vocabulary, arguments.timeout
         )
+        if not form.vocabulary:
+            context = int((context or CONTEXT) * TEXT_SHARE)
+        plan = _plan(arguments, context)
         longest = max(each.prompt_tokens for each in plan.requests)
         settings = Settings(
             workload=plan.name,
@@ -115,12 +122,10 @@ async def _run(arguments: ServeArguments, limits: dict[str, float]) -> ServeResu
         )
         said = f"{plan.name}, seed {arguments.seed}: {len(plan.requests)} requests, prompts up to {longest:,} tokens"
         notes.print(f"{said}; model {model}: {form}", soft_wrap=True, highlight=False)
-        pages = Pages(
-            [page_of(each) for each in arguments.metrics or bases], [page_of(each) for each in arguments.daemons]
-        )
-        await pages.read_before(client)
+        pages = Pages(_pages(arguments.metrics or bases), _pages(arguments.daemons))
+        await pages.read_before(reader)
         answers, busy_s, complete = await _load(client, bases, form, plan, arguments)
-        await pages.read_after(client)
+        await pages.read_after(reader)
     measured = Measured(
         answers=answers,
         urls=bases,
@@ -134,6 +139,10 @@ async def _run(arguments: ServeArguments, limits: dict[str, float]) -> ServeResu
         complete=complete,
     )
     return result_of(settings, measured)
+
+
+def _pages(addresses: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(page_of(each) for each in addresses))
 
 
 async def _models(

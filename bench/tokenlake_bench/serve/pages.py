@@ -94,7 +94,7 @@ class Pages:
         grown = [self._grown(url) for url in self.daemons]
         pages = [page for page in grown if page is not None]
         for url, page in zip(self.daemons, grown, strict=True):
-            if page is not None and not any(name == "tokenlake_asked_tokens_total" for name, _ in page):
+            if page is not None and not any(name == "tokenlake_memory_bytes" for name, _ in page):
                 self.unread[url] = "it is not the metrics page of a daemon"
                 return None
         if not pages or len(pages) < len(grown):
