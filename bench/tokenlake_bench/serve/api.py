@@ -290,9 +290,9 @@ async def send(
             answer.error, answer.said = "cut off", f"the answer ended after {len(answer.at_s)} parts"
     except TimeoutError:
         answer.error, answer.said = "stalled", f"no part of the answer for {wait_s:g} s"
-    except (aiohttp.ClientConnectorError, aiohttp.ClientConnectionResetError) as error:
+    except aiohttp.ClientConnectorError as error:
         answer.error, answer.said = "not reachable", reason(error)
-    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError) as error:
+    except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, ConnectionError) as error:
         answer.error, answer.said = "cut off", reason(error)
     except (aiohttp.ClientError, OSError) as error:
         answer.error, answer.said = "failed", reason(error)
