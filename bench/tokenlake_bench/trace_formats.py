@@ -14,9 +14,9 @@ from tokenlake_bench.traces import MooncakeTrace, read_mooncake
 def read_trace(
     path: Path, *, limit: int | None = None, seed: int = 0, jitter_s: float = 0.0
 ) -> MooncakeTrace | SessionTrace:
-    """The trace at `path`, read as coding-agent sessions if its first line has `requests`, as Mooncake's format if it has
-    `hash_ids`. `jitter_s` applies to Mooncake's own files only, whose times are rounded and whose lines do not name a
-    block size. Raises TraceError for any other file, and as `read_sessions` and `read_mooncake`."""
+    """The trace at `path`, read as coding-agent sessions if its first line has `requests`, as Mooncake's format if it
+    has `hash_ids`. `jitter_s` applies to Mooncake's own files only, whose times are rounded and whose lines do not name
+    a block size. Raises TraceError for any other file, and as `read_sessions` and `read_mooncake`."""
     number, first = next(text_lines(path), (0, b'{"hash_ids": []}'))
     try:
         fields = msgspec.json.decode(first, type=dict[str, msgspec.Raw])

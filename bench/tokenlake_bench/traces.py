@@ -102,8 +102,8 @@ def read_mooncake(
     Token ids are a function of (`seed`, block id, position), below `VOCABULARY`; the last block is cut to
     `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to each arrival
     and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a request whose prompt
-    contains the last full block of an earlier prompt continues that conversation (the first 512 tokens, which all requests
-    may share, do not count).
+    contains the last full block of an earlier prompt continues that conversation (the first 512 tokens, which all
+    requests may share, do not count).
 
     Raises TraceError for a file that cannot be read, is empty, goes back in time, or has a malformed line;
     ConfigurationError for an argument out of range.
@@ -135,7 +135,9 @@ def _parse(path: Path, limit: int | None) -> list[_Line]:
             raise TraceError(path, f"timestamp: expected at least {earliest:g}, got {line.timestamp:g}", number)
         size = line.block_size
         if lines and size != lines[0].block_size:
-            raise TraceError(path, f"block_size: expected {lines[0].block_size}, that of the first line; got {size}", number)
+            raise TraceError(
+                path, f"block_size: expected {lines[0].block_size}, that of the first line; got {size}", number
+            )
         blocks = -(-line.input_length // size)
         if len(line.hash_ids) != blocks:
             problem = f"hash_ids: expected {blocks}, one per started {size}-token block of the prompt"

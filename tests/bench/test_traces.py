@@ -29,8 +29,8 @@ def line(at_ms: float, length: int, ids: list[int]) -> dict[str, Any]:
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
     text = "".join(json.dumps(each) + "\n" for each in lines).encode()
-    packed = {".zst": zstandard.compress, ".gz": gzip.compress}.get(path.suffix, bytes)
-    path.write_bytes(packed(text))
+    packed = {".zst": zstandard.compress(text), ".gz": gzip.compress(text)}
+    path.write_bytes(packed.get(path.suffix, text))
     return path
 
 
@@ -166,7 +166,14 @@ def blocks(text: str, size: int) -> dict[str, Any]:
     return {"timestamp": 0, "input_length": length, "output_length": 5, "hash_ids": ids, "block_size": size}
 
 
-TEXTS = ["aaaaaaaaaaaaaaaaaaaabb", "aaaaaaaaaaaaaaaabbbb", "aaaaaaaaaaaaaaaaaaaabbbbbb", "bbbbbbbb", "aaaaaaaaab", "aaaaaaaaac"]
+TEXTS = [
+    "aaaaaaaaaaaaaaaaaaaabb",
+    "aaaaaaaaaaaaaaaabbbb",
+    "aaaaaaaaaaaaaaaaaaaabbbbbb",
+    "bbbbbbbb",
+    "aaaaaaaaab",
+    "aaaaaaaaac",
+]
 
 
 @pytest.mark.parametrize("segment", [16, 100, 192, 256, 512, 700])
@@ -174,9 +181,12 @@ TEXTS = ["aaaaaaaaaaaaaaaaaaaabb", "aaaaaaaaaaaaaaaabbbb", "aaaaaaaaaaaaaaaaaaaa
 def test_segments_of_any_size_are_told_apart_as_tokens(tmp_path: Path, size: int, segment: int) -> None:
     """The ids of segments are those that the tokens give, for every size of blocks and of segments."""
     trace = read_mooncake(write(tmp_path / "trace.jsonl", [blocks(text, size) for text in TEXTS]))
-    assert trace.accesses(segment).prompts == intern_segments(
-        (dataclasses.replace(each, output_tokens=np.zeros(5, dtype=np.uint32)) for each in trace), segment
-    ).prompts
+    assert (
+        trace.accesses(segment).prompts
+        == intern_segments(
+            (dataclasses.replace(each, output_tokens=np.zeros(5, dtype=np.uint32)) for each in trace), segment
+        ).prompts
+    )
 
 
 @pytest.mark.parametrize("segment", [256, 512, 1024])

@@ -64,7 +64,9 @@ class Report:
         """Count and print a wrong line. Raises TraceError where there are too many."""
         self.wrong_lines += 1
         if self.wrong_lines > self.most_wrong:
-            more = f"; {self.most_wrong} wrong lines came before, '--wrong-lines' allows more" if self.most_wrong else ""
+            more = (
+                f"; {self.most_wrong} wrong lines came before, '--wrong-lines' allows more" if self.most_wrong else ""
+            )
             raise TraceError(path, problem + more, line)
         if self.wrong_lines <= SHOWN:
             self.say(f"{path}, line {line}: {problem}")
@@ -122,7 +124,7 @@ class Log:
         if self.rate is None:
             raise TraceError(
                 self.path,
-                "the requests have no time; '--time-field NAME' names theirs, '--rate' draws times of so many per second",
+                "the requests have no time; '--time-field NAME' names theirs, '--rate' draws so many per second",
             )
         return poisson(self.rate, self.seed)
 

@@ -22,12 +22,16 @@ _DIRECTORY: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--tokenizer", type=_DIRECTORY, help="Directory of the model's tokenizer. [openai, sharegpt]")
 @click.option("--chat-template", type=_FILE, help="A chat template in place of the tokenizer's.")
 @click.option("--block-tokens", type=int, help="Tokens of a block. [default: the log's; 64 where it has none]")
-@click.option("--log-block-tokens", type=int, help="Tokens of the log's own blocks. [default: bailian 16, mooncake 512]")
+@click.option(
+    "--log-block-tokens", type=int, help="Tokens of the log's own blocks. [default: bailian 16, mooncake 512]"
+)
 @click.option("--time-field", help="openai: the field with the time. [default: timestamp, time, created and others]")
 @click.option("--rate", type=float, help="Requests per second, where the log has no times. [default: sharegpt 1]")
 @click.option("--seed", default=0, show_default=True, help="Seed of the times that are drawn.")
 @click.option("--output-tokens", default=0, show_default=True, help="Tokens of an answer that the log does not have.")
-@click.option("--key-file", type=_PATH, help="Keep the key of the ids here, for conversions to join. [default: drop it]")
+@click.option(
+    "--key-file", type=_PATH, help="Keep the key of the ids here, for conversions to join. [default: drop it]"
+)
 @click.option("--wrong-lines", default=100, show_default=True, help="Lines of another format to leave out at most.")
 @click.option("--unshared", is_flag=True, help="azure: take each prompt as unlike all others.")
 def convert(**arguments: Any) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
@@ -115,9 +114,10 @@ class ConvertArguments:
     @property
     def reader(self) -> Reader:
         """The reader of the format."""
-        if self.source in BLOCKS:
-            return partial(BLOCKS[self.source][0], block_tokens=self.blocks[0])
-        return TEXTS[self.source]
+        if self.source in TEXTS:
+            return TEXTS[self.source]
+        read, tokens = BLOCKS[self.source][0], self.blocks[0]
+        return lambda log: read(log, tokens)
 
 
 class _Progress:
@@ -128,23 +128,28 @@ class _Progress:
         self._known = None if None in sizes else max(1, sum(filter(None, sizes)) >> 20)
         self.bar = LiveProgress("MiB", self._known or 1)
         self._files: list[BinaryIO] = []
+        self._requests = 0
 
     def add(self, file: BinaryIO) -> None:
         self._files.append(file)
 
-    def update(self, requests: int) -> None:
-        if self._known is not None:
-            read = sum(file.tell() for file in self._files) >> 20
-            self.bar.update(min(self._known, read), f"{requests:,} requests")
-        elif requests % SAY_EVERY == 0:
-            self.bar.say(f"{requests:,} requests")
+    def each(self, requests: Iterator[Logged]) -> Iterator[Logged]:
+        """The requests, each counted when it is read."""
+        for logged in requests:
+            self._requests += 1
+            if self._known is not None:
+                read = sum(file.tell() for file in self._files) >> 20
+                self.bar.update(min(self._known, read), f"{self._requests:,} requests")
+            elif self._requests % SAY_EVERY == 0:
+                self.bar.say(f"{self._requests:,} requests")
+            yield logged
 
 
 def run_convert(arguments: ConvertArguments) -> Summary:
     """Convert the logs, write the trace, and print what it holds. A trace of several logs is in order of time. Raises
     TokenLakeError; then no trace is left."""
     to_standard = arguments.out == STANDARD
-    own, block_tokens = arguments.blocks
+    _, block_tokens = arguments.blocks
     key = key_from(arguments.key_file)
     progress = _Progress(arguments.logs)
     report = Report(progress.bar.say, arguments.wrong_lines)
@@ -168,7 +173,7 @@ def run_convert(arguments: ConvertArguments) -> Summary:
             )
             for path in arguments.logs
         ]
-        parts = [_requests(log, arguments.reader, len(logs)) for log in logs]
+        parts = [_requests(log, arguments.reader, progress, len(logs)) for log in logs]
         write = stack.enter_context(_writer(arguments.out))
         encoder = msgspec.json.Encoder()
         for logged in heapq.merge(*parts, key=lambda each: each.at_s):
@@ -183,7 +188,6 @@ def run_convert(arguments: ConvertArguments) -> Summary:
                 block_tokens,
             )
             write(encoder.encode(line) + b"\n")
-            progress.update(summary.requests)
         if not summary.requests:
             found = f"{report.wrong_lines} wrong lines" if report.wrong_lines else "none"
             raise TraceError(arguments.logs[0], f"expected requests as '{arguments.source}' logs them; found {found}")
@@ -192,10 +196,10 @@ def run_convert(arguments: ConvertArguments) -> Summary:
     return summary
 
 
-def _requests(log: Log, reader: Reader, logs: int) -> Iterator[Logged]:
+def _requests(log: Log, reader: Reader, progress: _Progress, logs: int) -> Iterator[Logged]:
     """The requests of a log in order of time; errors of its file name it."""
     try:
-        yield from in_order(log, reader(log), WINDOW, WINDOW_IDS // logs)
+        yield from in_order(log, progress.each(reader(log)), WINDOW, WINDOW_IDS // logs)
     except UNREADABLE as error:
         raise broken(log.path, error) from None
 
@@ -264,7 +268,7 @@ def _notes(arguments: ConvertArguments, summary: Summary, report: Report) -> Ite
         )
     if report.lengths_compared:
         equal = report.lengths_equal / report.lengths_compared
-        yield f"the tokenizer counts as the log's 'usage' in {format_share(equal)} of {report.lengths_compared:,} requests"
+        yield f"the tokenizer counts as the log does in {format_share(equal)} of {report.lengths_compared:,} requests"
         if equal < AGREE:
             yield "is it the tokenizer, and the chat template, of the model that answered?"
     if arguments.unshared:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from tokenlake.errors import TokenLakeError
@@ -230,7 +230,7 @@ def unix_s(value: object, name: str) -> float:
     if isinstance(value, str):
         try:
             at = datetime.fromisoformat(value.strip())
-            return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
+            return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
         except ValueError:
             try:
                 value = float(value)

@@ -37,7 +37,9 @@ class Prompts:
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(str(self._directory), local_files_only=True)
         except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ConfigurationError("tokenizer", str(self._directory), f"a directory of a tokenizer; {error}") from None
+            raise ConfigurationError(
+                "tokenizer", str(self._directory), f"a directory of a tokenizer; {error}"
+            ) from None
         if self._chat_template is not None:
             tokenizer.chat_template = self._chat_template.read_text()
         return tokenizer
@@ -65,7 +67,9 @@ class Prompts:
                 )
             )
         except Exception as error:  # A template is a program of the model's author: it raises what it likes.
-            raise ValueError(f"messages: the chat template refuses them; {type(error).__name__}: {error!s:.100}") from None
+            raise ValueError(
+                f"messages: the chat template refuses them; {type(error).__name__}: {error!s:.100}"
+            ) from None
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """The token ids of each text. `special`: the tokenizer adds the special tokens at the ends; chat templates

@@ -119,7 +119,9 @@ def _objects(log: Log) -> Iterator[tuple[int, Any]]:
             need = max(need, len(waiting))
             chunk = log.file.read(need)
             if not chunk or len(waiting) > LONGEST:
-                raise TraceError(log.path, "expected a JSON array of conversations; it breaks off, or is no JSON", number)
+                raise TraceError(
+                    log.path, "expected a JSON array of conversations; it breaks off, or is no JSON", number
+                )
             waiting = (waiting.encode("utf-8", "surrogateescape") + chunk).decode("utf-8", "surrogateescape")
         yield number, value
         waiting = waiting[end:]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Final
 
 import msgspec
@@ -104,14 +104,14 @@ class _Clock:
     taken as UTC; a trace keeps differences only."""
 
     def __init__(self, written_s: float) -> None:
-        self._written = datetime.fromtimestamp(written_s, timezone.utc) + timedelta(days=1)
+        self._written = datetime.fromtimestamp(written_s, UTC) + timedelta(days=1)
         self._year = self._written.year
         self._last: datetime | None = None
 
     def seconds(self, month: int, day: int, hour: int, minute: int, second: int) -> float:
         """The Unix time. Raises `Wrong` for a date that does not exist."""
         try:
-            at = datetime(self._year, month, day, hour, minute, second, tzinfo=timezone.utc)
+            at = datetime(self._year, month, day, hour, minute, second, tzinfo=UTC)
             if self._last is None and at > self._written:
                 self._year -= 1
                 at = at.replace(year=self._year)
