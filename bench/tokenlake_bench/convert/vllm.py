@@ -34,6 +34,7 @@ _IDS: Final = b", prompt_token_ids: ["
 _ADAPTER: Final = b", lora_request: "
 _NUMBERS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
 _OUTPUT: Final = b"details: output_token_ids: ["
+_ANSWER: Final = re.compile(rb" (?:\(streaming \w+\) )?" + re.escape(_OUTPUT))
 _MOST: Final = re.compile(rb"'max_log_len': (\d+)")
 
 
@@ -67,7 +68,7 @@ def read_vllm(log: Log) -> Iterator[Logged]:
                 _bound(answers)
                 found += 1
                 yield logged
-            elif kind == b"Generated response" and _OUTPUT in text and name in answers:
+            elif kind == b"Generated response" and name in answers and _ANSWER.match(text):
                 answers[name].output_tokens = (answers[name].output_tokens or 0) + len(_numbers(text, _OUTPUT))
         except Wrong as error:
             log.report.wrong(log.path, number, str(error))
