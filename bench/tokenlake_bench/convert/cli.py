@@ -28,6 +28,7 @@ _DIRECTORY: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--time-field", help="openai: the field with the time. [default: timestamp, time, created and others]")
 @click.option("--rate", type=float, help="Requests per second, where the log has no times. [default: sharegpt 1]")
 @click.option("--seed", default=0, show_default=True, help="Seed of the times that are drawn.")
+@click.option("--model", help="Size the cache of all prompts: llama-3-8b or others, or a path of a config.json.")
 @click.option("--output-tokens", default=0, show_default=True, help="Tokens of an answer that the log does not have.")
 @click.option(
     "--key-file", type=_PATH, help="Keep the key of the ids here, for conversions to join. [default: drop it]"

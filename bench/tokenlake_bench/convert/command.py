@@ -32,8 +32,9 @@ from tokenlake_bench.convert.published import (
 from tokenlake_bench.convert.sharegpt import read_sharegpt
 from tokenlake_bench.convert.summary import Summary
 from tokenlake_bench.convert.vllm import read_vllm
+from tokenlake_bench.engine_model import model_named
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import format_duration, format_share, output, table
+from tokenlake_bench.report import format_bytes, format_duration, format_share, output, table
 from tokenlake_bench.trace_lines import UNREADABLE, TraceError, broken, opened
 from tokenlake_bench.workloads.base import TraceLine
 
@@ -71,8 +72,8 @@ class _Line(TraceLine, frozen=True, gc=False):
 class ConvertArguments:
     """Arguments of the command. `block_tokens`: of the trace; None: those of the log, or 64 where it has none.
     `log_block_tokens`: of a log with block ids whose lines do not name them. `rate`, `seed`: of the times of a log that
-    has none. `wrong_lines`: lines of another format that are left out at most. Raises ConfigurationError for a value
-    out of range."""
+    has none. `model`: that whose cache the summary sizes. `wrong_lines`: lines of another format that are left out at
+    most. Raises ConfigurationError for a value out of range."""
 
     logs: tuple[Path, ...]
     source: str
@@ -85,6 +86,7 @@ class ConvertArguments:
     rate: float | None = None
     seed: int = 0
     output_tokens: int = 0
+    model: str | None = None
     key_file: Path | None = None
     wrong_lines: int = 100
     unshared: bool = False
@@ -93,6 +95,8 @@ class ConvertArguments:
         for name, least in (("block_tokens", 1), ("log_block_tokens", 1), ("wrong_lines", 0), ("output_tokens", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigurationError(name, value, f"at least {least}")
+        if self.model is not None:
+            model_named(self.model)
         if self.rate is not None and not 0 < self.rate < 1e6:
             raise ConfigurationError("rate", self.rate, "a number of requests per second, above 0")
         if self.log_block_tokens is not None and self.source not in BLOCKS:
@@ -248,16 +252,23 @@ def _show(console: Console, arguments: ConvertArguments, summary: Summary, repor
         ("answer tokens", f"{summary.output_tokens:,}"),
         ("tokens of a block", f"{summary.block_tokens:,}"),
         ("different prompt tokens", f"{about}{summary.distinct_tokens:,}"),
+        *_memory(arguments, summary),
         ("tokens shared with an earlier prompt", f"{about}{summary.shared_tokens:,}"),
         ("hit rate, infinite memory", f"{about}{format_share(summary.shared)}"),
         *((reason, f"{count:,} left out") for reason, count in sorted(report.left_out.items())),
         ("wrong lines", f"{report.wrong_lines:,} left out"),
     ]
     if arguments.unshared:
-        rows = [row for row in rows if not row[0].startswith(("different", "tokens shared", "hit rate"))]
+        rows = [row for row in rows if not row[0].startswith(("different", "their cache", "tokens shared", "hit rate"))]
     console.print(table(f"{arguments.source}: {arguments.out.name}", (), rows))
     for line in _notes(arguments, summary, report):
         console.print(line, soft_wrap=True)
+
+
+def _memory(arguments: ConvertArguments, summary: Summary) -> Iterator[tuple[str, str]]:
+    if arguments.model is not None:
+        model = model_named(arguments.model)
+        yield f"their cache, {model.name}", format_bytes(summary.distinct_tokens * model.cache_bytes)
 
 
 def _notes(arguments: ConvertArguments, summary: Summary, report: Report) -> Iterator[str]:

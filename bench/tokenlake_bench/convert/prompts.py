@@ -31,6 +31,7 @@ class Prompts:
         if self._directory is None:
             raise ConfigurationError("tokenizer", None, "the directory of the model's tokenizer; the log has text")
         try:
+            import jinja2  # noqa: F401  transformers asks for it when it renders the first template
             from transformers import AutoTokenizer
         except ImportError:
             raise TokenLakeError("the tokenizer needs transformers: pip install 'tokenlake-bench[convert]'") from None

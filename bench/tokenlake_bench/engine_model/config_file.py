@@ -219,12 +219,17 @@ class _Reader:
             elif isinstance(part, LatentAttention):
                 each += part.query_rank + part.latent
             found += count * each
+        mixtures = [(count, part) for count, part in feed_forward if part.experts]
+        if self.kind in ("deepseek_v3", "kimi_k2", "glm4_moe"):
+            # A bias per expert corrects their choice.
+            found += sum(count * part.experts for count, part in mixtures)
+        if self.kind == "qwen2_moe":
+            # A gate of the shared expert.
+            found += sum(count * hidden for count, _ in mixtures)
         if self.kind == "gpt_oss":
             # Biases of the output and of the experts, a sink per head.
             found += sum(count * (hidden + self._count("num_attention_heads")) for count, _ in attention)
-            found += sum(
-                count * part.experts * (2 * part.inner + hidden + 1) for count, part in feed_forward if part.experts
-            )
+            found += sum(count * part.experts * (2 * part.inner + hidden + 1) for count, part in mixtures)
         return found
 
     # -- weights

@@ -118,7 +118,7 @@ GPUS: Final[dict[str, Gpu]] = {
             network_rate=50e9,
             host_rate=63e9,
             compute_efficiency=0.40,
-            fp8_efficiency=0.30,
+            fp8_efficiency=0.34,
             memory_efficiency=0.80,
         ),
     )
