@@ -77,7 +77,7 @@ class Prompts:
         write their own."""
         if not texts:
             return []
-        found = self._tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)
+        found = self._tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = found["input_ids"]
         return ids
 
