@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tokenlake_bench.workloads.command import workload
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
+
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 TEMPLATE = (
     "{% if tools %}{{ 'tools ' + tools[0]['function']['name'] + ' ' }}{% endif %}"
@@ -321,8 +324,24 @@ def test_the_log_of_vllm_has_its_prompts_and_answers(tmp_path: Path) -> None:
     assert not set(lines[2]["hash_ids"]) & set(lines[0]["hash_ids"])
 
 
+def test_the_log_of_vllm_may_have_colours_or_be_json(tmp_path: Path) -> None:
+    expected = [
+        (line["timestamp"], line["input_length"], line["output_length"])
+        for line in converted(write(tmp_path / "vllm.log", [VLLM]), "vllm")
+    ]
+    coloured = VLLM.replace("(APIServer", "\x1b[0;36m(APIServer").replace("DEBUG 12", "\x1b[37mDEBUG\x1b[0m \x1b[90m12")
+    records = []
+    for line in VLLM.splitlines():
+        at, message = line.split(" [", 1)[0][-14:], line.split("] ", 1)[1]
+        year = 2025 if at.startswith("12") else 2026
+        records.append({"asctime": f"{year}-{at},000", "levelname": "DEBUG", "message": message})
+    for lines in ([coloured], records):
+        found = converted(write(tmp_path / "vllm.log", lines), "vllm")
+        assert [(line["timestamp"], line["input_length"], line["output_length"]) for line in found] == expected
+
+
 def test_the_log_of_older_versions_is_read(tmp_path: Path) -> None:
-    """Until version 0.11 one line at level INFO had the prompt; Kubernetes adds a prefix to each line."""
+    """Until version 0.11.1 one line at level INFO had the prompt; Kubernetes adds a prefix to each line."""
     old = (
         "2026-11-28T20:00:00.1Z stderr F INFO 11-28 20:00:0{at} [logger.py:36] Received request cmpl-{at}: prompt: "
         "'How', params: SamplingParams(n=1), prompt_token_ids: [1, 2, {at}], prompt_embeds shape: None, lora_request: "
@@ -346,3 +365,38 @@ def test_a_log_of_vllm_without_tokens_says_what_to_set(tmp_path: Path) -> None:
         "line 2: expected a whole list of token ids"
         in invoke(broken, "--from", "vllm", "--out", tmp_path / "t.jsonl").output
     )
+
+
+WRITE_LOG = """
+import sys
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+configure_logging(LoggingConfig(log_level="DEBUG", formatter=sys.argv[1]))
+from vllm.entrypoints.serve.utils.request_logger import RequestLogger
+from vllm.sampling_params import SamplingParams
+log = RequestLogger(max_log_len=None)
+for number in (1, 2):
+    name = f"chatcmpl-{number}"
+    text = "it's \\n\\", prompt_token_ids: [7], lora_request: None."
+    log.log_inputs(name, text, [1, 2, 3, number], None, SamplingParams(max_tokens=5, stop=[", lora_request: x"]), None)
+    log.log_outputs(name, text, [8, 9], None, is_streaming=True, delta=True)
+    log.log_outputs(name, "details: output_token_ids: [1]", [8], "stop", is_streaming=True, delta=True)
+    log.log_outputs(name, text, None, "streaming_complete", is_streaming=True)
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason=f"vLLM is not installed: {VLLM_PYTHON}")
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_lines_of_the_installed_vllm_are_read(tmp_path: Path, form: str) -> None:
+    """The logger of the vLLM that is installed writes lines that the reader knows, also with colours."""
+    environment = os.environ | {"VLLM_LOGGING_COLOR": "1"}
+    path = tmp_path / "vllm.log"
+    with path.open("wb") as log:
+        subprocess.run([VLLM_PYTHON, "-c", WRITE_LOG, form], env=environment, stdout=log, stderr=log, check=True)
+    lines = converted(path, "vllm", block_tokens=3)
+    assert [(line["input_length"], line["output_length"]) for line in lines] == [(4, 3), (4, 3)]
+    assert lines[0]["hash_ids"][0] == lines[1]["hash_ids"][0]
+    assert lines[0]["hash_ids"][1] != lines[1]["hash_ids"][1]

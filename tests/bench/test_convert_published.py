@@ -19,10 +19,9 @@ from tests.bench.test_convert import chat, converted, invoke, tokenizer, words, 
 from tokenlake_bench.baselines import infinite_cache
 from tokenlake_bench.cache_hit import CacheHitArguments
 from tokenlake_bench.convert import sharegpt
-from tokenlake_bench.convert.base import Log, Logged, Report
+from tokenlake_bench.convert.base import Log, Logged, Report, unix_s
 from tokenlake_bench.convert.blocks import BlockIds
 from tokenlake_bench.convert.command import ConvertArguments, run_convert
-from tokenlake_bench.convert.openai import unix_s
 from tokenlake_bench.convert.order import in_order
 from tokenlake_bench.convert.prompts import Prompts
 from tokenlake_bench.convert.summary import Summary

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
@@ -145,3 +146,23 @@ def json_object(line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise Wrong(f"expected a JSON object, got {type(found).__name__}")
     return found
+
+
+def unix_s(value: object, name: str) -> float:
+    """The Unix time that a number of seconds, ms, us or ns or a date of ISO 8601 stands for; a date without a zone is
+    UTC. Raises `Wrong`."""
+    if isinstance(value, str):
+        try:
+            at = datetime.fromisoformat(value.strip())
+            return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e20:
+        for least, unit in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3)):
+            if value >= least:
+                return value / unit
+        return float(value)
+    raise Wrong(f"{name}: expected a Unix time or a date of ISO 8601")

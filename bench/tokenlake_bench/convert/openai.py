@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from tokenlake.errors import TokenLakeError
-from tokenlake_bench.convert.base import LeftOut, Log, Logged, Wrong, json_object
+from tokenlake_bench.convert.base import LeftOut, Log, Logged, Wrong, json_object, unix_s
 
 TIMES: Final = (
     *("timestamp", "time", "ts", "@timestamp", "start_time", "startTime", "request_time", "requestTime"),
@@ -222,23 +221,3 @@ def _time(named: str | None, *holders: Mapping[str, Any]) -> float | None:
     if named:
         raise Wrong(f"{named}: expected a time; the record has none")
     return None
-
-
-def unix_s(value: object, name: str) -> float:
-    """The Unix time that a number of seconds, ms, us or ns or a date of ISO 8601 stands for; a date without a zone is
-    UTC. Raises `Wrong`."""
-    if isinstance(value, str):
-        try:
-            at = datetime.fromisoformat(value.strip())
-            return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                value = None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e20:
-        for least, unit in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3)):
-            if value >= least:
-                return value / unit
-        return float(value)
-    raise Wrong(f"{name}: expected a Unix time or a date of ISO 8601")

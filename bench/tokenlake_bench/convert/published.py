@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.convert.base import Log, Logged, Wrong
-from tokenlake_bench.convert.openai import unix_s
+from tokenlake_bench.convert.base import Log, Logged, Wrong, unix_s
 from tokenlake_bench.trace_lines import TraceError
 
 BAILIAN_BLOCK, MOONCAKE_BLOCK = 16, 512

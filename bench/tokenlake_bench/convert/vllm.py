@@ -1,5 +1,5 @@
 """The log of `vllm serve --enable-log-requests --enable-log-outputs` with `VLLM_LOGGING_LEVEL=DEBUG`, which has the
-token ids of each prompt; until version 0.11 the level INFO has them, in one line with the parameters.
+token ids of each prompt; until version 0.11.1 the level INFO has them, in one line with the parameters.
 
 The lines of vLLM 0.32, behind a prefix with level, month, day and time, without a year (`request_logger.py`):
 
@@ -21,15 +21,13 @@ from typing import Annotated, Final
 
 import msgspec
 
-from tokenlake_bench.convert.base import Log, Logged, Wrong
+from tokenlake_bench.convert.base import Log, Logged, Wrong, json_object, unix_s
 from tokenlake_bench.convert.order import WINDOW
 from tokenlake_bench.trace_lines import TraceError
 
-_LINE: Final = re.compile(
-    rb"\b(?:DEBUG|INFO) (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d) \[[^\]]*\] "
-    rb"(Request|Received request|Generated response) (\S+?):?(?= )(.*)",
-    re.DOTALL,
-)
+_PREFIX: Final = re.compile(rb"\b(?:DEBUG|INFO) (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d) \[[^\]]*\] ")
+_MESSAGE: Final = re.compile(rb"(Request|Received request|Generated response) (\S+?):?(?= )(.*)", re.DOTALL)
+_COLOUR: Final = re.compile(rb"\x1b\[[0-9;]*m")
 _IDS: Final = b", prompt_token_ids: ["
 _ADAPTER: Final = b", lora_request: "
 _NUMBERS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
@@ -47,11 +45,10 @@ def read_vllm(log: Log) -> Iterator[Logged]:
     for number, line in log.lines():
         if cut := _MOST.search(line):
             most = int(cut[1])
-        if (parsed := _LINE.search(line)) is None:
-            continue
-        *date, kind, name, text = parsed.groups()
         try:
-            at_s = clock.seconds(*map(int, date))
+            if (parsed := _parsed(line, clock)) is None:
+                continue
+            at_s, kind, name, text = parsed
             if kind == b"Request" and text.startswith(b" details: "):
                 prompts[name] = at_s, _numbers(text, _IDS)
                 _bound(prompts)
@@ -78,6 +75,25 @@ def read_vllm(log: Log) -> Iterator[Logged]:
             f"expected the token ids of prompts; the log has {received:,} requests without them. vLLM writes them with "
             "VLLM_LOGGING_LEVEL=DEBUG and --enable-log-requests",
         )
+
+
+def _parsed(line: bytes, clock: _Clock) -> tuple[float, bytes, bytes, bytes] | None:
+    """(time, kind of the message, request, text behind it) of a line of the request logger: with colours, or as JSON
+    (`--logging-config.formatter json`). None for other lines. Raises `Wrong`."""
+    if b"equest " not in line and b"Generated response " not in line:
+        return None
+    if line.startswith(b"{"):
+        record = json_object(line)
+        at, text = record.get("asctime"), record.get("message")
+        if not isinstance(at, str) or not isinstance(text, str):
+            return None
+        message = text.encode("utf-8", "surrogatepass")
+        found = _MESSAGE.match(message)
+        return None if found is None else (unix_s(at.replace(",", "."), "asctime"), found[1], found[2], found[3])
+    line = _COLOUR.sub(b"", line)
+    if (prefix := _PREFIX.search(line)) is None or (found := _MESSAGE.match(line, prefix.end())) is None:
+        return None
+    return clock.seconds(*map(int, prefix.groups())), found[1], found[2], found[3]
 
 
 def _bound(known: OrderedDict[bytes, tuple[float, list[int]]] | OrderedDict[bytes, Logged]) -> None:
