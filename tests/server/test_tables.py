@@ -70,5 +70,5 @@ def test_packed_tables_fill_a_screen(width: int, height: int) -> None:
     assert "\x1b" not in out.getvalue()
     if (width, height) == (80, 24):
         assert lines[0] == "nodes (14 more)"
-        assert lines[2] == "node-with-a-name  serves  64.0GiB       12  1,234,567  10.20.30.40:7463  12.5h"
+        assert lines[2] == "node-with-a-name  serves  64.0GiB       12  1,234,567  10.20.30.40:7463   12.5h"
         assert lines[-3:] == ["prefix     tokens", "a\\x1b[31m       1", "b          23,456"]
