@@ -122,7 +122,7 @@ def packages() -> str:
 
 PARTS = (
     Part("docs/structure.md", "packages", packages),
-    Part("docs/operations.md", "sizes of models", sizes_of_models),
+    Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
