@@ -120,7 +120,16 @@ def packages() -> str:
     return "\n".join(rows) + "\n"
 
 
+def decisions() -> str:
+    """The decisions by number, with the first lines of their pages."""
+    rows = ["| number | decision |", "|---|---|"]
+    for page in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        rows.append(f"| {page.name[:3]} | [{page.read_text().partition(chr(10))[0].removeprefix('# ')}]({page.name}) |")
+    return "\n".join(rows) + "\n"
+
+
 PARTS = (
+    Part("docs/decisions/README.md", "decisions", decisions),
     Part("docs/structure.md", "packages", packages),
     Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
