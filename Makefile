@@ -44,17 +44,23 @@ SITE_PIP_INSTALL := $(SITE_VENV)/bin/python -m pip install --quiet --no-compile 
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo site lint \
+.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo site wheel upload lint \
 	install install-dev install-engines install-site install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
 help:
-	@echo "make demo      three daemons and two engines on this machine, with a table at the end"
-	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
-	@echo "make test      lint, types, and the tests of all parts, against real processes"
-	@echo "make test-all  make test, then vLLM, SGLang, routers, NIXL, all faults, upgrades under load"
-	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak, long prompts in vLLM"
-	@echo "README.md says how long each takes, and what it downloads."
+	@echo "make demo       three daemons and two engines on this machine, a table at the end"
+	@echo "make fast       lint, types, and the tests of the rules; no torch"
+	@echo "make test       lint, types, and the tests of all parts, with real processes"
+	@echo "make test-all   make test, then vLLM, SGLang, routers, NIXL, faults, upgrades"
+	@echo "make test-vllm, make test-sglang, make test-lmcache   the tests of one engine"
+	@echo "make nightly    planted bugs, long searches, power loss, wheels, a soak"
+	@echo "make lint       ruff, and mypy --strict"
+	@echo "make site       the documentation as a site, in build/site"
+	@echo "make wheel      the wheels of both distributions, in dist/"
+	@echo "make upload     make wheel, and upload both to PyPI: the act of an owner"
+	@echo "Everything is installed among these files (.venv, .venv-vllm, ...)."
+	@echo "docs/testing.md says how long each takes, and what it downloads."
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow and not rest and not nightly" \
@@ -119,6 +125,20 @@ demo:
 site: install-site
 	$(SITE_VENV)/bin/python -m sphinx -c docs/site -d build/doctrees -q -W --keep-going docs build/site
 	@echo "open build/site/index.html; docs/site/README.md says how to publish it"
+
+# Both distributions, from their source distributions, so that a file that is missing there is missing in the wheels.
+# `export PIP_FIND_LINKS=$$PWD/dist` lets pip find them.
+wheel: install-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python -m build --no-isolation --outdir dist bench >/dev/null
+	@ls dist
+
+# The act of an owner: twine asks for the account's token.
+upload: wheel
+	$(PIP_INSTALL) twine
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/twine upload dist/*
 
 lint:
 	$(BIN)/ruff check $(SOURCES)
