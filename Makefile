@@ -49,7 +49,7 @@ PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfil
 .NOTPARALLEL:
 
 help:
-	@echo "make demo       three daemons and two engines on this machine, a table at the end"
+	@echo "make demo       three daemons and two engines on this machine, and a table"
 	@echo "make fast       lint, types, and the tests of the rules; no torch"
 	@echo "make test       lint, types, and the tests of all parts, with real processes"
 	@echo "make test-all   make test, then vLLM, SGLang, routers, NIXL, faults, upgrades"
