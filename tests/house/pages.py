@@ -19,7 +19,11 @@ import tokenlake_server.nixl.transport
 import tokenlake_server.start.daemon  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
+from tokenlake.memory.region import RegionShape
 from tokenlake.metrics import Metric
+from tokenlake_bench.engine_model.gpus import gpu_named
+from tokenlake_bench.engine_model.models import model_named
+from tokenlake_bench.engine_model.roofline import EngineModel
 from tokenlake_client.engines.common import page_counts
 from tokenlake_client.engines.common.page_settings import PageSettings
 from tokenlake_client.engines.lmcache import metrics as lmcache_metrics
@@ -28,6 +32,7 @@ from tokenlake_client.engines.sglang import metrics as sglang_metrics
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
+from tokenlake_server.start import models
 from tokenlake_server.start.config_command import config
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +114,49 @@ def sizes_of_models() -> str:
     return f"```\n{printed.output}```\n"
 
 
+SIZED = (
+    *("Llama-3.1-8B", "Llama-3.1-8B fp8", "Qwen3-32B", "Llama-3-70B", "Qwen3-235B-A22B", "gpt-oss-120b"),
+    *("GLM-4.5-Air", "DeepSeek-V3"),
+)
+"""The models of the tables for sizing."""
+
+
+def nodes_by_model() -> str:
+    """For each model, what a conversation takes and how many nodes hold 10,000 of them, as a table in Markdown."""
+    rows = [
+        "| model | MiB per 1,000 tokens | tokens in 64 GiB | in 512 GiB | MiB of a conversation of 8,000 tokens | "
+        "conversations in 512 GiB | nodes of 512 GiB for 10,000 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in models.MODELS:
+        if model.name in SIZED:
+            layout = model.layout()
+            slots, few = (RegionShape(gib * models.GIB, layout.segment_bytes).slots for gib in (512, 64))
+            mib, each = layout.segment_bytes / models.MIB, -(-8000 // layout.segment_tokens) + model.prompt_segments
+            held = slots // each
+            rows.append(
+                f"| {model.name} | {1000 / layout.segment_tokens * mib:,.0f} | {few * layout.segment_tokens:,} | "
+                f"{slots * layout.segment_tokens:,} | {each * mib:,.0f} | {held:,} | {-(-10_000 // held)} |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def break_even() -> str:
+    """For instances of which the engine model knows the speed, the rate at which a fetch takes as long as computing, as
+    a table in Markdown."""
+    rows = [
+        "| instance | prompt | computed in | bytes of its cache | as long as a fetch at |",
+        "|---|---|---|---|---|",
+    ]
+    for name, gpu in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-70b", "a100-80g")):
+        engine = EngineModel.fitting(model_named(name), gpu_named(gpu))
+        for tokens in (2000, 8000, 32_000):
+            size, seconds = tokens * engine.model.cache_bytes, engine.prefill_s(tokens)
+            instance, rate = f"{name} on {engine.gpus} {gpu}", f"{size * 8 / seconds / 1e9:.0f} Gbit/s"
+            rows.append(f"| {instance} | {tokens:,} tokens | {seconds:.2f} s | {size / models.GIB:.2f} GiB | {rate} |")
+    return "\n".join(rows) + "\n"
+
+
 def packages() -> str:
     """Every package of the product, with the first paragraph of its docstring, as a table in Markdown."""
     rows = ["| package | what it is |", "|---|---|"]
@@ -132,6 +180,8 @@ PARTS = (
     Part("docs/decisions/README.md", "decisions", decisions),
     Part("docs/structure.md", "packages", packages),
     Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
+    Part("docs/operations/sizing.md", "nodes by model", nodes_by_model),
+    Part("docs/operations/sizing.md", "break-even", break_even),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
