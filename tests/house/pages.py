@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +21,6 @@ from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.memory.region import RegionShape
 from tokenlake.metrics import Metric
-from tokenlake_bench.engine_model.gpus import gpu_named
-from tokenlake_bench.engine_model.models import model_named
-from tokenlake_bench.engine_model.roofline import EngineModel
 from tokenlake_client.engines.common import page_counts
 from tokenlake_client.engines.common.page_settings import PageSettings
 from tokenlake_client.engines.lmcache import metrics as lmcache_metrics
@@ -44,6 +41,8 @@ class Part(NamedTuple):
     page: str
     name: str
     text: Callable[[], str]
+    module: str = "tests.house.pages"
+    """The module that writes it."""
 
 
 def metrics() -> str:
@@ -141,22 +140,6 @@ def nodes_by_model() -> str:
     return "\n".join(rows) + "\n"
 
 
-def break_even() -> str:
-    """For instances of which the engine model knows the speed, the rate at which a fetch takes as long as computing, as
-    a table in Markdown."""
-    rows = [
-        "| instance | prompt | computed in | bytes of its cache | as long as a fetch at |",
-        "|---|---|---|---|---|",
-    ]
-    for name, gpu in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-70b", "a100-80g")):
-        engine = EngineModel.fitting(model_named(name), gpu_named(gpu))
-        for tokens in (2000, 8000, 32_000):
-            size, seconds = tokens * engine.model.cache_bytes, engine.prefill_s(tokens)
-            instance, rate = f"{name} on {engine.gpus} {gpu}", f"{size * 8 / seconds / 1e9:.0f} Gbit/s"
-            rows.append(f"| {instance} | {tokens:,} tokens | {seconds:.2f} s | {size / models.GIB:.2f} GiB | {rate} |")
-    return "\n".join(rows) + "\n"
-
-
 def packages() -> str:
     """Every package of the product, with the first paragraph of its docstring, as a table in Markdown."""
     rows = ["| package | what it is |", "|---|---|"]
@@ -181,7 +164,6 @@ PARTS = (
     Part("docs/structure.md", "packages", packages),
     Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
     Part("docs/operations/sizing.md", "nodes by model", nodes_by_model),
-    Part("docs/operations/sizing.md", "break-even", break_even),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
@@ -198,7 +180,7 @@ PARTS = (
 
 def renewed(part: Part, page: str) -> str:
     """The text of the page with the part replaced. Raises ValueError where the page lacks the comments."""
-    begin = f"<!-- begin {part.name}; `python -m tests.house.pages` writes this table -->\n"
+    begin = f"<!-- begin {part.name}; `python -m {part.module}` writes this table -->\n"
     end = f"<!-- end {part.name} -->\n"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(page)) != 1:
@@ -206,9 +188,9 @@ def renewed(part: Part, page: str) -> str:
     return pattern.sub(lambda _: begin + part.text() + end, page)
 
 
-def main() -> None:
+def write(parts: Iterable[Part]) -> None:
     """Write every part that differs."""
-    for part in PARTS:
+    for part in parts:
         path = ROOT / part.page
         page = path.read_text()
         fresh = renewed(part, page)
@@ -218,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write(PARTS)
