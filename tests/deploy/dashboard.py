@@ -600,7 +600,6 @@ def _variables() -> Iterator[dict[str, Any]]:
             "type": "query",
             "datasource": SOURCE,
             "query": {"query": query, "refId": name},
-            "definition": query,
             "refresh": 2,
             "sort": 1,
             "multi": True,

@@ -1,0 +1,153 @@
+"""The dashboard and the alert rules on live daemons, scraped by a real Prometheus: three daemons, two tenants with
+quotas, one disk, load beyond the memory, and a node that is killed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.deploy.dashboard import VARIABLES
+from tests.deploy.prometheus import CLUSTER, FASTER, PROGRAM, Prometheus, engine_page
+from tests.deploy.test_dashboard import queries, variables_replaced
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, PATIENT_S, Prompt, wait_until
+from tests.server.scene import OF_THIS_USER, RED, tenants
+from tokenlake.hints import Hints
+from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.rest,
+    pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed: make install-tools"),
+]
+
+NO_SERIES = {
+    "tokenlake_query_engine_": "the daemons have no query engine, which needs torch",
+    "tokenlake_long_callback_seconds": "a series begins with the first callback over 1 ms",
+}
+"""Beginnings of names whose series these daemons do not have, and why."""
+FEW = 30
+"""Segments of a prompt; the memory holds several of them."""
+LONGEST_S = 900 // FASTER
+"""Seconds, and evaluations, after which each alert would have fired."""
+SEGMENTS = 100
+"""Of one prompt; three of them exceed the quota of a tenant."""
+
+
+OF_A_USER = Hints(account="a user")
+
+
+class Scene(NamedTuple):
+    """Daemons and their Prometheus."""
+
+    cluster: Cluster
+    prometheus: Prometheus
+    pools: tuple[Pool, ...]
+    """One for each node, of the tenants red, blue and blue."""
+
+    def load(self, number: int, segments: int = SEGMENTS) -> None:
+        """Engines of all nodes that run store a prompt each, and ask for it and for older ones at all of these nodes."""
+        running = [pool for pool, node in zip(self.pools, self.cluster.nodes, strict=True) if node.running]
+        for at, pool in enumerate(running):
+            prompt = Prompt(100 * number + at, segments)
+            keys = pool.prefix(prompt.tokens).keys
+            pool.store_all(keys, prompt.fill, patience=LIMIT_S, hints=OF_A_USER if number % 2 else None)
+        for older in range(max(0, number - 4), number + 1):
+            self.ask(range(100 * older, 100 * older + len(self.pools)), segments)
+
+    def ask(self, seeds: Iterable[int], segments: int = SEGMENTS) -> None:
+        """Engines of all nodes that run read these prompts. They have a segment of each themselves."""
+        for pool, node in zip(self.pools, self.cluster.nodes, strict=True):
+            for seed in seeds if node.running else ():
+                keys = pool.prefix(Prompt(seed, segments).tokens).keys
+                with pool.match(keys, deadline_s=PATIENT_S) as lease:
+                    lease.takes(LAYOUT.segment_tokens, len(keys) * LAYOUT.segment_tokens, 0.5)
+                    lease.fetch(deadline_s=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    directory = tmp_path_factory.mktemp("monitoring")
+    file = tenants(directory, red="quota = 0.5\nsalt_quota = 0.2", blue=f"quota = 0.75\n{OF_THIS_USER}")
+    with ExitStack() as stack:
+        cluster = Cluster(3, "4MiB", "1MiB", None, config=file, match_deadline_ms="2000")
+        disk = directory / "disk"
+        disk.mkdir(mode=0o700)
+        cluster.nodes[0].settings["disk"] = f"{disk}:{64 << 20}"
+        stack.enter_context(cluster)
+        cluster.nodes[0].wait_disk()
+        engine = stack.enter_context(engine_page())
+        prometheus = stack.enter_context(Prometheus(directory, cluster.nodes, engine))
+        credentials = RED, None, None
+        pools = tuple(
+            stack.enter_context(Pool.connect(node.socket, LAYOUT, credential, deadlines=PATIENT))
+            for node, credential in zip(cluster.nodes, credentials, strict=True)
+        )
+        yield Scene(cluster, prometheus, pools)
+
+
+def test_a_dead_node_fires_one_alert(scene: Scene) -> None:
+    """Although segments that only it had are misses, and every other node has lost a peer."""
+    prometheus = scene.prometheus
+    scene.load(0, FEW)
+    waiting = "up == 1 and on (instance) tokenlake_stored_segments_total > 0"
+    wait_until(lambda: len(prometheus.query(waiting)) == len(scene.cluster.nodes), "all daemons are scraped")
+    assert prometheus.alerts() == set()
+    scene.cluster.nodes[2].kill()
+    down = ("TokenLakeDaemonDown", "node2")
+    fired: set[tuple[str, str]] = set()
+
+    def told() -> bool:
+        scene.ask(range(len(scene.pools)), FEW)
+        fired.update(prometheus.alerts())
+        return down in fired
+
+    wait_until(told, "an alert")
+    print(prometheus.query("tokenlake:miss_share:rate5m > 0"))
+    until = prometheus.evaluations() + LONGEST_S
+    wait_until(lambda: told() and prometheus.evaluations() > until, "no other alert", 3 * LONGEST_S)
+    print(prometheus.query("tokenlake:miss_share:rate5m > 0"))
+    print(prometheus.query("ALERTS"))
+    assert fired == {down}
+
+
+def test_every_panel_has_series(scene: Scene) -> None:
+    """With all values of the variables, and with one of each. The names of the series are made of labels that they
+    have."""
+    if scene.cluster.nodes[2].running:
+        scene.cluster.nodes[2].kill()
+    numbers = itertools.count(1)
+    lacking: list[str] = []
+
+    def complete(values: Mapping[str, str]) -> bool:
+        scene.load(next(numbers))
+        lacking.clear()
+        for query in queries():
+            if not any(name in query.text for name in NO_SERIES):
+                series = scene.prometheus.query(variables_replaced(query.text, values))
+                named = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
+                if not series or any(not named <= set(each["metric"]) for each in series):
+                    lacking.append(f"{query.panel}: {query.legend}")
+        return not lacking
+
+    try:
+        for values in ({}, {"cluster": CLUSTER, "node": "node0|node1", "tenant": "red"}):
+            wait_until(functools.partial(complete, values), "every panel has series")
+    except AssertionError as error:
+        raise AssertionError(lacking) from error
+
+
+def test_the_variables_have_values(scene: Scene) -> None:
+    """What Grafana offers for each."""
+    offered = {}
+    for name, query in VARIABLES.items():
+        selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", query).groups()
+        offered[name] = scene.prometheus.values(label, variables_replaced(selector))
+    assert offered == {"cluster": [CLUSTER], "node": ["node0", "node1", "node2"], "tenant": ["blue", "red"]}
