@@ -233,7 +233,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             TOKENS_PER_S,
             "Tokens that engines asked for and computed. never_stored and too_short are no faults of the pool; "
             "behind_a_gap follows a miss earlier in the prompt.",
-            (_rate("tokenlake_missed_tokens_total", "T", "reason"), "{{reason}}"),
+            (_rate("tokenlake_missed_tokens_total", "T", "reason") + " > 0", "{{reason}}"),
         ),
         _graph(
             "Misses by cause, as a share",
@@ -242,7 +242,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (
                 _rate("tokenlake_missed_tokens_total", "T", "cause")
                 + " / on () group_left () "
-                + _NEEDED.format("", "rate", "$__rate_interval"),
+                + _NEEDED.format("", "rate", "$__rate_interval")
+                + " > 0",
                 "{{cause}}",
             ),
         ),
@@ -258,7 +259,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Nodes": (
         Panel(
-            "Problems",
+            "List of problems",
             PLAIN,
             "What is wrong now, by node. Empty: nothing. The runbook has a section for each.",
             ((PROBLEMS, ""),),
@@ -292,7 +293,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Refused engines",
             PER_S,
             "Attempts of engines to connect that were refused. They serve without the pool; `tokenlake status` has the cure.",
-            (_rate("tokenlake_refused_engines_total", "N", "instance, reason"), "{{instance}}: {{reason}}"),
+            (_rate("tokenlake_refused_engines_total", "N", "instance, reason") + " > 0", "{{instance}}: {{reason}}"),
         ),
     ),
     "Times, queues and deadlines": (
@@ -438,7 +439,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         _graph(
-            "Bytes read and written",
+            "Bytes of disks",
             BYTES_PER_S,
             "Bytes of segments that were read back from disks, and written to them.",
             (_rate("tokenlake_disk_read_bytes_total", "T", "instance"), "{{instance}}: read"),
@@ -536,7 +537,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Hints of routers",
             PER_S,
             "Actions that routers asked for with requests, by outcome.",
-            (_rate("vllm:tokenlake_kv_hints_total", "E", "action, outcome"), "{{action}}: {{outcome}}"),
+            (_rate("vllm:tokenlake_kv_hints_total", "E", "action, outcome") + " > 0", "{{action}}: {{outcome}}"),
         ),
     ),
     "Query engines": (

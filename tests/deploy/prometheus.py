@@ -56,11 +56,12 @@ class Engine:
         registry = CollectorRegistry()
         values = ("m", "0")
         families: dict[str, Counter] = {}
+        self._counters: list[Counter] = []
         for count in COUNTS.values():
             if count.metric not in families:
                 names = [*self.LABELS, *count.labels]
                 families[count.metric] = Counter(PREFIX + count.metric, "-", names, registry=registry)
-            families[count.metric].labels(*values, *count.labels.values())
+            self._counters.append(families[count.metric].labels(*values, *count.labels.values()))
         times = [PREFIX + name for name in TIMES] + [name for name in OF_VLLM if name.endswith("_seconds")]
         gauges = [name for name in OF_VLLM if not name.endswith("_seconds")]
         self._histograms = [
@@ -72,7 +73,9 @@ class Engine:
         self._registry = registry
 
     def page(self, _: object, start_response: Callable[..., object]) -> Iterable[bytes]:
-        """An application of WSGI: the page, in the text format, as vLLM serves it. Each time one request was answered."""
+        """An application of WSGI: the page, in the text format, as vLLM serves it. All counts grow with each call."""
+        for counter in self._counters:
+            counter.inc()
         for histogram in self._histograms:
             histogram.observe(0.01)
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
