@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := python -m pip install --quiet --no-compile --constraint constraints.txt
 PIP_INSTALL := $(BIN)/$(PIP)
-SOURCES := tokenlake server client query proto bench tests docs/examples
+SOURCES := tokenlake server client query proto bench tests docs/examples docs/site
 RULES_TESTS := tests/rules tests/core tests/sim tests/stories tests/connector
 FAST_TESTS := tests/house $(RULES_TESTS)
 
@@ -37,20 +37,30 @@ SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest --override-ini filterwarnings=defaul
 ROUTERS_VENV := .venv-routers
 ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-routers.txt
 
+# The site of the documentation is made from the pages and from docstrings, without torch.
+SITE_VENV := .venv-site
+SITE_PIP_INSTALL := $(SITE_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-site.txt
+
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo lint install install-dev install-engines \
-	install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
+.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo site wheel upload lint \
+	install install-dev install-engines install-site install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
 help:
-	@echo "make demo      three daemons and two engines on this machine, with a table at the end"
-	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
-	@echo "make test      lint, types, and the tests of all parts, against real processes"
-	@echo "make test-all  make test, then vLLM, SGLang, routers, NIXL, all faults, upgrades under load"
-	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak, long prompts in vLLM"
-	@echo "README.md says how long each takes, and what it downloads."
+	@echo "make demo       three daemons and two engines on this machine, and a table"
+	@echo "make fast       lint, types, and the tests of the rules; no torch"
+	@echo "make test       lint, types, and the tests of all parts, with real processes"
+	@echo "make test-all   make test, then vLLM, SGLang, routers, NIXL, faults, upgrades"
+	@echo "make test-vllm, make test-sglang, make test-lmcache   the tests of one engine"
+	@echo "make nightly    planted bugs, long searches, power loss, wheels, a soak"
+	@echo "make lint       ruff, and mypy --strict"
+	@echo "make site       the documentation as a site, in build/site"
+	@echo "make wheel      the wheels of both distributions, in dist/"
+	@echo "make upload     make wheel, and upload both to PyPI: the act of an owner"
+	@echo "Everything is installed among these files (.venv, .venv-vllm, ...)."
+	@echo "docs/testing.md says how long each takes, and what it downloads."
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow and not rest and not nightly" \
@@ -111,6 +121,25 @@ demo:
 	echo "installation: $$(($$(date +%s) - start)) s"
 	$(BIN)/tokenlake demo
 
+# A link to a page or a heading that does not exist ends the build.
+site: install-site
+	$(SITE_VENV)/bin/python -m sphinx -c docs/site -d build/doctrees -q -W --keep-going docs build/site
+	@echo "open build/site/index.html; docs/site/README.md says how to publish it"
+
+# Both distributions, from their source distributions, so that a file that is missing there is missing in the wheels.
+# `export PIP_FIND_LINKS=$$PWD/dist` lets pip find them.
+wheel: install-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python -m build --no-isolation --outdir dist bench >/dev/null
+	@ls dist
+
+# The act of an owner: twine asks for the account's token.
+upload: wheel
+	$(PIP_INSTALL) twine
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/twine upload dist/*
+
 lint:
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -136,7 +165,7 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
 
-install-rest: install-dev install-engines install-tools install-chart install-nixl install-triton install-routers
+install-rest: install-dev install-engines install-tools install-chart install-nixl install-triton install-routers install-site
 
 # Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
 # changes. apt's lists are read where they are current, or fetched into a directory that is removed.
@@ -216,6 +245,16 @@ $(SGLANG_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-sglan
 	$(SGLANG_PIP_INSTALL) --no-deps --requirement constraints-sglang.txt
 	$(SGLANG_PYTHON) -m pip freeze > $(SGLANG_VENV)/before-the-client.txt
 	$(SGLANG_PIP_INSTALL) --no-deps --no-build-isolation --editable . --editable ./bench
+	@touch $@
+
+install-site: $(SITE_VENV)/.installed
+
+$(SITE_VENV)/.installed: pyproject.toml constraints-site.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
+	@echo "the generator of the site is about 35 MB to download"
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_PIP_INSTALL) hatchling
+	$(SITE_PIP_INSTALL) --no-build-isolation --editable . sphinx myst-parser furo sphinx-copybutton
 	@touch $@
 
 # LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests start

@@ -94,8 +94,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     etcd: Annotated[
         Endpoints,
         Setting(
-            "endpoints of the etcd that stores the members, in place of `peers`; needs `pip install "
-            "'tokenlake[etcd]'` and etcd 3.5.13 or later",
+            "endpoints of the etcd that stores the members, in place of `peers`; etcd 3.5.13 or later",
             why="a laptop needs no etcd",
             default="none",
         ),
@@ -164,8 +163,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         OptionalAddress,
         Setting(
             "address of the control plane (gRPC) for other machines, with mutual TLS: callers need a certificate with "
-            "a role ([roles](operations/control-plane.md)); needs `certificate` and "
-            "`pip install 'tokenlake[control]'`",
+            "a role ([roles](operations/control-plane.md)); needs `certificate`",
             why="most nodes are operated over their own socket",
         ),
     ] = ""
@@ -173,7 +171,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         OptionalSocketPath,
         Setting(
             "Unix socket of the control plane (gRPC) for the operator of this node: mode 0600, for the daemon's user "
-            "and root; empty turns it off. Without grpcio the daemon runs without it",
+            "and root; empty turns it off",
             why="beside the socket of engines",
             default="`socket`, with `.control` in place of `.sock`",
         ),
