@@ -19,6 +19,7 @@ from tests.deploy.dashboard import dashboard
 from tokenlake.config import ServerConfig
 from tokenlake.config.kinds import Size
 from tokenlake.config.setting import settings_of
+from tokenlake.documentation import page
 
 SCHEMA = CHART / "values.schema.json"
 OF_THE_CHART = re.compile(
@@ -26,9 +27,6 @@ OF_THE_CHART = re.compile(
     "unencrypted_beyond_loopback|disk|state_directory"
 )
 """The settings that other values of the chart give."""
-RUNBOOK = "https://docs.tokenlake.example/operations/runbook/"
-"""The address at which `docs/operations/runbook.md` is published. `.example` is a domain that nobody can own (RFC
-2606)."""
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 DASHBOARD = ROOT / "deploy" / "grafana" / "tokenlake.json"
 _LIST = {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}
@@ -67,9 +65,10 @@ def schema() -> str:
 
 
 def alerts() -> dict[Path, str]:
-    """By path, the rules and their tests with `RUNBOOK` in each address of a section."""
+    """By path, the rules and their tests with the address of the runbook, whose sections they name."""
     files = PROMETHEUS / "rules.yml", PROMETHEUS / "tests.yml"
-    return {path: re.sub(r'(?<=runbook_url: ").*(?=#)', RUNBOOK, path.read_text()) for path in files}
+    address = page("operations/runbook#")
+    return {path: re.sub(r'(?<=runbook_url: ").*#', address, path.read_text()) for path in files}
 
 
 def manifests() -> dict[Path, str]:

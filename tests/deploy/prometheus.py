@@ -164,7 +164,10 @@ class Prometheus:
         """How often each group of rules was evaluated."""
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=START_S) as answer:
             page = answer.read().decode()
-        return min(int(float(found)) for found in re.findall(r"^prometheus_rule_group_iterations_total\{.*\} (\S+)$", page, re.M))
+        return min(
+            int(float(found))
+            for found in re.findall(r"^prometheus_rule_group_iterations_total\{.*\} (\S+)$", page, re.M)
+        )
 
 
 class _Quiet(WSGIRequestHandler):

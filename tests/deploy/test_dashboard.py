@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,7 +81,7 @@ def labels() -> dict[str, set[str]]:
     found = {metric.name: set(metric.labels) for metric in Metric.all("counter", "gauge")}
     of_engines = set(Engine.LABELS)
     found |= {PREFIX + count.metric + "_total": of_engines | set(count.labels) for count in COUNTS.values()}
-    found |= {name: of_engines for name in OF_VLLM} | {"up": set()}
+    found |= dict.fromkeys(OF_VLLM, of_engines) | {"up": set()}
     for name in [metric.name for metric in Metric.all("histogram")]:
         found[f"{name}_bucket"] = {"le"}
     for name in [PREFIX + name for name in TIMES] + list(OF_VLLM):
@@ -147,15 +147,45 @@ def test_every_unit_fits() -> None:
         assert "roblems" in query.panel or query.unit == unit, plain
 
 
-def test_grafanas_types_have_every_field() -> None:
-    """A field that Grafana's own types do not have is lost as they read the dashboard and write it again."""
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="Grafana's SDK is not installed")
-    from grafana_foundation_sdk.cog.encoder import JSONEncoder
-    from grafana_foundation_sdk.cog.plugins import register_default_plugins
-
-    register_default_plugins()
-    read = json.loads(JSONEncoder().encode(models.Dashboard.from_json(BOARD)))
+def test_grafanas_types_have_every_field_and_choice() -> None:
+    """A field that Grafana's own types do not have is lost as they read the dashboard and write it again. They take any
+    text in place of a choice, so choices are compared with theirs."""
+    models = pytest.importorskip(
+        "grafana_foundation_sdk.models.dashboard", reason="Grafana's SDK is not installed: make install-chart"
+    )
+    common = pytest.importorskip("grafana_foundation_sdk.models.common")
+    pytest.importorskip("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder").JSONEncoder()
+    read = json.loads(encoder.encode(models.Dashboard.from_json(BOARD)))
     assert _lost(BOARD, read) == []
+    choices = {
+        "calcs": {"lastNotNull"},
+        "cellHeight": common.TableCellHeight,
+        "colorMode": common.BigValueColorMode,
+        "displayMode": common.LegendDisplayMode,
+        "graphMode": common.BigValueGraphMode,
+        "justifyMode": common.BigValueJustifyMode,
+        "orientation": common.VizOrientation,
+        "placement": ("bottom", "right"),
+        "showPoints": common.VisibilityMode,
+        "sort": common.SortOrder,
+        "textMode": common.BigValueTextMode,
+    }
+    found = [(name, value) for panel in panels() for name, value in _settings(panel["options"])]
+    found += [each for panel in panels() for each in _settings(panel["fieldConfig"]["defaults"].get("custom", {}))]
+    for name, value in found:
+        assert name not in choices or value in [getattr(each, "value", each) for each in choices[name]], (name, value)
+    assert {panel["type"] for panel in BOARD["panels"]} == {"row", "stat", "table", "timeseries"}
+
+
+def _settings(given: Any) -> Iterator[tuple[str, Any]]:
+    """The names and values of settings at any depth that are texts."""
+    for name, value in given.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                yield from _settings(each)
+            elif isinstance(each, str):
+                yield name, each
 
 
 def _lost(given: Any, read: Any, at: str = "") -> list[str]:
@@ -173,5 +203,7 @@ def _lost(given: Any, read: Any, at: str = "") -> list[str]:
     if isinstance(given, list):
         if not isinstance(read, list) or len(given) != len(read):
             return [at]
-        return [lost for index, pair in enumerate(zip(given, read, strict=True)) for lost in _lost(*pair, f"{at}[{index}]")]
+        return [
+            lost for index, pair in enumerate(zip(given, read, strict=True)) for lost in _lost(*pair, f"{at}[{index}]")
+        ]
     return [] if given == read else [f"{at}: {given!r} became {read!r}"]

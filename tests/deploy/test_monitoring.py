@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -65,7 +64,7 @@ class Scene(NamedTuple):
     """At each node, of the tenants red and blue."""
 
     def load(self, number: int, segments: int = SEGMENTS) -> None:
-        """Engines of all nodes that run store a prompt each, and ask for it and for older ones at all of these nodes."""
+        """Engines of all nodes that run store a prompt each, and ask for it and for older ones there."""
         for at, pool in enumerate(self._running()):
             prompt = Prompt(100 * number + at, segments)
             keys = pool.prefix(prompt.tokens).keys
@@ -168,6 +167,6 @@ def test_the_variables_have_values(scene: Scene) -> None:
     """What Grafana offers for each."""
     offered = {}
     for name, query in VARIABLES.items():
-        selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", query).groups()
+        ((selector, label),) = re.findall(r"label_values\((.*), (\w+)\)", query)
         offered[name] = scene.prometheus.values(label, variables_replaced(selector))
     assert offered == {"cluster": [CLUSTER], "node": ["node0", "node1", "node2"], "tenant": ["blue", "red"]}

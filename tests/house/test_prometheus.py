@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.pages import ROOT  # imports every module that declares a metric
+from tokenlake.documentation import page
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 
@@ -71,10 +72,11 @@ def test_every_alert_names_a_section_of_the_runbook() -> None:
     assert len(rules("alert")) > 10
     for rule in rules("alert"):
         annotations: dict[str, str] = rule["annotations"]  # type: ignore[assignment]
-        page, _, anchor = annotations["runbook"].partition("#")
-        assert ROOT / page == RUNBOOK
+        address, _, anchor = annotations["runbook_url"].partition("#")
+        assert f"{address}#" == page("operations/runbook#"), "run `python -m tests.deploy.generated`"
         assert anchor in anchors, rule["alert"]
         assert annotations["summary"]
+        assert annotations["description"]
 
 
 def test_every_alert_has_a_test() -> None:
