@@ -123,8 +123,8 @@ demo:
 
 # A link to a page or a heading that does not exist ends the build.
 site: install-site
-	$(SITE_VENV)/bin/python -m sphinx -c docs/site -d build/doctrees -q -W --keep-going docs build/site
-	@echo "open build/site/index.html; docs/site/README.md says how to publish it"
+	$(SITE_VENV)/bin/python -m sphinx -c docs/site -d build/doctrees -a -E -q -W --keep-going docs build/site
+	@echo "to read it: $(SITE_VENV)/bin/python -m http.server --directory build/site --bind 127.0.0.1"
 
 # Both distributions, from their source distributions, so that a file that is missing there is missing in the wheels.
 # `export PIP_FIND_LINKS=$$PWD/dist` lets pip find them.

@@ -40,6 +40,8 @@ REPOSITORY = os.environ.get("TOKENLAKE_REPOSITORY", "").rstrip("/")
 link to one of them becomes its path."""
 PARENTS = {"operations": "operations/", "results/README": "results/", "decisions/README": "decisions/"}
 """The folder whose pages a page lists, by that page. `index` lists all others, in groups."""
+MADE_BY_CALLS = ("Pool", "Lease", "Write", "EngineCalls", "Prefix")
+"""The classes of whose objects a program calls no constructor."""
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
@@ -86,5 +88,11 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = text + (_children(page, source[0]) if page == "index" or page in PARENTS else "")
 
 
+def _signature(app: Sphinx, what: str, name: str, *rest: object) -> tuple[str, None] | None:
+    """No arguments for classes that the client alone makes."""
+    return ("", None) if what == "class" and name.rpartition(".")[2] in MADE_BY_CALLS else None
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
+    app.connect("autodoc-process-signature", _signature)
