@@ -277,6 +277,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (_rate("tokenlake_deferred_lookups_total"), "lookups deferred"),
         ),
         _graph(
+            "Peers that became suspect",
+            PER_S,
+            "Peers that did not answer pings: frozen, overloaded, or behind a bad network. Their segments are misses.",
+            (_rate("tokenlake_suspected_peers_total", by="instance"), "{{instance}}"),
+        ),
+        _graph(
             "Control loop in long callbacks",
             SHARE,
             "Share of the time that the control loop spends in callbacks over 1 ms; engines and peers wait meanwhile.",
