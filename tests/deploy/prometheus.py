@@ -160,6 +160,16 @@ class Prometheus:
             if each["state"] == "firing"
         }
 
+    def errors(self) -> list[str]:
+        """The errors of rules, which their last evaluation had."""
+        groups = self._asked("rules")["groups"]
+        return [
+            f"{rule['name']}: {rule['lastError']}"
+            for group in groups
+            for rule in group["rules"]
+            if rule["health"] == "err"
+        ]
+
     def evaluations(self) -> int:
         """How often each group of rules was evaluated."""
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=START_S) as answer:
