@@ -38,7 +38,12 @@ html_copy_source = False
 REPOSITORY = os.environ.get("TOKENLAKE_REPOSITORY", "").rstrip("/")
 """Where the files of the repository can be read, for instance https://github.com/OWNER/tokenlake/blob/main. Empty: a
 link to one of them becomes its path."""
-PARENTS = {"operations": "operations/", "results/README": "results/", "decisions/README": "decisions/"}
+PARENTS = {
+    "deploy": "deploy/",
+    "operations": "operations/",
+    "results/README": "results/",
+    "decisions/README": "decisions/",
+}
 """The folder whose pages a page lists, by that page. `index` lists all others, in groups."""
 MADE_BY_CALLS = ("Pool", "Lease", "Write", "EngineCalls", "Prefix")
 """The classes of whose objects a program calls no constructor."""

@@ -239,7 +239,7 @@ def test_huge_pages_are_beside_the_limit() -> None:
 
 def test_the_figure_of_the_page() -> None:
     _, daemon = daemon_of(objects({"memory": "64GiB"}))
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
     assert f"`memory: 64GiB` gives {mebibytes(daemon['resources']['limits']['memory']):,} MiB" in page
 
 

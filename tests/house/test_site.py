@@ -22,10 +22,10 @@ CALL = re.compile(r"""\bpage\(['"]([\w/-]+)(?:#([\w-]+))?['"]\)""")
 
 
 def named_pages() -> set[tuple[str, str]]:
-    """The pages and headings that alert rules, messages, findings and docstrings name."""
+    """The pages and headings that alert rules, the chart, messages, findings and docstrings name."""
     modules = [module.read_text() for package in PACKAGES for module in (ROOT / package).rglob("*.py")]
-    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
-    found = {each for text in (rules, *modules) for each in PATH.findall(text)}
+    deployed = [each.read_text() for kind in ("yml", "yaml", "tpl") for each in (ROOT / "deploy").rglob(f"*.{kind}")]
+    found = {each for text in (*deployed, *modules) for each in PATH.findall(text)}
     found |= {each for text in modules if "tokenlake.documentation import" in text for each in CALL.findall(text)}
     found |= {(name, heading) for name, _, heading in (each.partition("#") for each in (*PAGES.values(), SYMPTOMS))}
     return {each for each in found if f"docs/{each[0]}.md" not in OF_OTHERS}
@@ -50,7 +50,7 @@ def test_a_finding_names_the_page_of_its_check(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_page_is_in_the_navigation() -> None:
     """The navigation of the site has the links of these pages, so that GitHub's readers find all pages too."""
-    parents = [DOCS / "index.md", DOCS / "operations.md", *DOCS.glob("*/README.md")]
+    parents = [DOCS / "index.md", DOCS / "deploy.md", DOCS / "operations.md", *DOCS.glob("*/README.md")]
     linked = {
         (parent.parent / target).resolve()
         for parent in parents
