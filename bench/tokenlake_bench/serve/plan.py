@@ -11,6 +11,7 @@ from typing import Final
 import click
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench import sessions
 from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.trace_formats import read_trace
@@ -163,7 +164,7 @@ def _plan(
     most_answer: int | None = None,
     answer_tokens: int | None = None,
 ) -> Plan:
-    accesses = trace.accesses()
+    accesses = trace.accesses(trace.block_tokens if isinstance(trace, MooncakeTrace) else sessions.BLOCK_TOKENS)
     before: dict[int, int] = {}
     requests = []
     cut = 0
