@@ -16,6 +16,9 @@ from tokenlake_bench.serve.api import DIAL_S, reason
 SETTLE_S: Final = 5.0
 """Limit of the seconds for which the pages are read until they no longer change."""
 POLL_S: Final = 0.25
+DAEMON_S: Final = 1.5
+"""Seconds without a change behind which the counters of daemons count as settled: an engine releases its last match
+some time behind the answer."""
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 Page = dict[Series, float]
@@ -62,15 +65,15 @@ class Pages:
 
     async def _settled(self, client: aiohttp.ClientSession) -> dict[str, Page]:
         """The pages once no counter of tokens changes, because engines and daemons count behind the answer."""
-        until = asyncio.get_running_loop().time() + SETTLE_S
-        pages = await self._read(client)
-        while asyncio.get_running_loop().time() < until:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + SETTLE_S
+        pages, changed_s = await self._read(client), loop.time()
+        while loop.time() < until and loop.time() - changed_s < (DAEMON_S if self.daemons else POLL_S):
             await asyncio.sleep(POLL_S)
             again = await self._read(client)
-            same = all(_tokens(page) == _tokens(again.get(url, {})) for url, page in pages.items())
+            if any(_tokens(page) != _tokens(again.get(url, {})) for url, page in pages.items()):
+                changed_s = loop.time()
             pages = again
-            if same:
-                break
         return pages
 
     async def _read(self, client: aiohttp.ClientSession) -> dict[str, Page]:
