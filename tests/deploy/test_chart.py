@@ -348,6 +348,9 @@ def test_rules_and_metrics_meet() -> None:
     others = [each for each in made if each["kind"] == "Service" and each is not service]
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     assert not [each for each in others if wanted <= each["metadata"]["labels"].items()]
+    for each in (monitor, one(made, "ServiceMonitor", f"{NAMESPACE}-engine")):
+        (endpoint,) = each["spec"]["endpoints"]
+        assert {"targetLabel": "cluster", "replacement": "tokenlake"} in endpoint["relabelings"]
 
 
 def test_a_user_of_openshift() -> None:

@@ -140,6 +140,12 @@ def nodes_by_model() -> str:
     return "\n".join(rows) + "\n"
 
 
+def scrape_configuration() -> str:
+    """The example of a configuration of Prometheus, without its comments, as a block of a page."""
+    lines = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text().splitlines(keepends=True)
+    return f"```yaml\n{''.join(line for line in lines if not line.lstrip().startswith('#'))}```\n"
+
+
 def packages() -> str:
     """Every package of the product, with the first paragraph of its docstring, as a table in Markdown."""
     rows = ["| package | what it is |", "|---|---|"]
@@ -164,6 +170,7 @@ PARTS = (
     Part("docs/structure.md", "packages", packages),
     Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
     Part("docs/operations/sizing.md", "nodes by model", nodes_by_model),
+    Part("docs/operations/grafana.md", "configuration of Prometheus", scrape_configuration),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
