@@ -13,7 +13,7 @@ import pytest
 
 from tokenlake_testing.ports import reserve_port
 
-pytestmark = [pytest.mark.live, pytest.mark.rest]
+pytestmark = [pytest.mark.live, pytest.mark.rest, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
