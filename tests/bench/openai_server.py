@@ -91,7 +91,9 @@ class OpenAiServer:
         data = ("\n".join(lines) + "\n").encode()
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(data)))
+        handler.send_header("Connection", "close")
         handler.end_headers()
+        handler.close_connection = True
         handler.wfile.write(data)
 
     def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -175,5 +177,7 @@ def _send(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
     handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
     handler.send_header("Content-Length", str(len(data)))
+    handler.send_header("Connection", "close")
     handler.end_headers()
+    handler.close_connection = True
     handler.wfile.write(data)
