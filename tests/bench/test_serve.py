@@ -23,7 +23,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.cli import bench
 from tokenlake_bench.serve import plan as planning
 from tokenlake_bench.serve.api import Answer, ServeError, base_of
-from tokenlake_bench.serve.pages import EngineTokens, page_of
+from tokenlake_bench.serve.pages import EngineTokens, Pages, page_of, parsed
 from tokenlake_bench.serve.plan import Sizes, generated, objective, recorded
 from tokenlake_bench.serve.results import Measured, Quantiles, ServeResult, Settings, result_of, warnings
 from tokenlake_bench.serve.words import WORDS, text_of
@@ -256,6 +256,21 @@ def test_a_trace_is_stretched_and_cut(tmp_path: Path) -> None:
     assert (short.tokens(1) == whole.tokens(1)[:500]).all()
 
 
+def test_recorded_sessions_keep_their_pauses(tmp_path: Path) -> None:
+    first = {"t": 0, "in": 130, "out": 5, "hash_ids": "1-2", "api_time": 1}
+    then = {"t": 3, "in": 200, "out": 5, "hash_ids": "1-3", "api_time": 1}
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(json.dumps({"primary": True, "block_size": 64, "requests": [first, then]}) + "\n")
+    plan = recorded(path, limit=None, seed=0, rate=None, context=None, answer_tokens=None)
+    assert [(each.follows, each.pause_s) for each in plan.requests] == [(None, None), (0, 2.0)]
+    assert plan.repeated_tokens == 128
+    with OpenAiServer() as server:
+        result = run("--url", server.url, "--trace", path)
+        assert (result.exit_code, len(server.prompts)) == (0, 2), result.output
+        assert server.prompts[0][:128] == server.prompts[1][:128]
+        assert server.prompts[0][128:] != server.prompts[1][128:130]
+
+
 def test_texts_share_words_where_tokens_are_shared() -> None:
     tokens = np.array([5, 7, 11, 5], dtype=np.uint32)
     assert len(set(WORDS)) == len(WORDS) > 250
@@ -327,6 +342,52 @@ def test_what_a_reader_must_know() -> None:
         "the caches had prompts of an earlier run",
     ):
         assert words in said
+
+
+VLLM_OLD = """
+vllm:prompt_tokens_total{{engine="0"}} {prompt}
+vllm:prompt_tokens_total{{engine="1"}} 100
+vllm:prefix_cache_hits_total{{engine="0"}} {own}
+vllm:external_prefix_cache_hits_total{{engine="0"}} {external}
+vllm:tokenlake_prompt_tokens_total{{engine="0",source="this_node"}} {here}
+vllm:tokenlake_prompt_tokens_total{{engine="0",source="other_nodes"}} {elsewhere}
+"""
+SGLANG = """
+sglang:prompt_tokens_total{{is_streaming="true"}} {prompt}
+sglang:cached_tokens_total{{cache_source="device"}} {own}
+sglang:cached_tokens_total{{cache_source="storage"}} {external}
+sglang:tokenlake_looked_up_tokens_total{{source="this_node"}} {here}
+sglang:tokenlake_looked_up_tokens_total{{source="other_nodes"}} {elsewhere}
+"""
+
+
+@pytest.mark.parametrize("page", [VLLM_OLD, SGLANG])
+@pytest.mark.parametrize(("here", "elsewhere", "other"), [(24, 6, 0), (0, 0, 30)])
+def test_pages_of_engines(page: str, here: int, elsewhere: int, other: int) -> None:
+    """Counters are growths; what is not the pool's came from another connector."""
+    if page is VLLM_OLD and not other:
+        here, elsewhere = 20, 10
+    pages = Pages(["e"], [])
+    zero = {"prompt": 0, "own": 0, "external": 0, "here": 0, "elsewhere": 0}
+    grown = {"prompt": 100, "own": 40, "external": 30, "here": here, "elsewhere": elsewhere}
+    pages.before, pages.after = ({"e": parsed(page.format(**each))} for each in (zero, grown))
+    assert pages.engine_tokens() == EngineTokens(
+        prompt=100, own=40, pool_here=here, pool_elsewhere=elsewhere, other=other, computed=30
+    )
+    pages.before, pages.after = pages.after, pages.before
+    assert pages.engine_tokens() is None
+    assert pages.unread == {"e": "its counters fell: the process was restarted in the run"}
+
+
+def test_pages_that_are_not_those_of_engines_or_daemons() -> None:
+    pages = Pages(["e"], ["d"])
+    pages.before = pages.after = {each: parsed("tokenlake_router_requests_total 1\n") for each in ("e", "d")}
+    assert pages.engine_tokens() is None
+    assert pages.daemon_tokens() is None
+    assert pages.unread == {
+        "e": "it has no counters of prompt tokens of vLLM or SGLang",
+        "d": "it is not the metrics page of a daemon",
+    }
 
 
 def test_a_context_that_is_too_short() -> None:

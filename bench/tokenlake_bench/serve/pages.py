@@ -126,6 +126,17 @@ def page_of(address: str) -> str:
     return full if full.partition("://")[2].partition("/")[2] else f"{full}/metrics"
 
 
+def parsed(text: str) -> Page:
+    """The series of engines and daemons on a page in Prometheus's format, without histograms' buckets. Raises
+    ValueError for another text."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith(("vllm:", "sglang:", "tokenlake_")) and "_bucket" not in sample.name
+    }
+
+
 async def _page(client: aiohttp.ClientSession, url: str) -> Page | str:
     """The page, or why it could not be read."""
     try:
@@ -133,13 +144,7 @@ async def _page(client: aiohttp.ClientSession, url: str) -> Page | str:
             if answer.status != 200:
                 hint = "; SGLang serves it with --enable-metrics" if answer.status == 404 else ""
                 return f"status {answer.status}{hint}"
-            text = await answer.text()
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name.startswith(("vllm:", "sglang:", "tokenlake_")) and "_bucket" not in sample.name
-        }
+            return parsed(await answer.text())
     except (aiohttp.ClientError, OSError) as error:
         return reason(error)
     except ValueError:
