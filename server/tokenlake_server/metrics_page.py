@@ -1,4 +1,4 @@
-"""The pages /metrics (for Prometheus), /health and /ready, over HTTP. They only read.
+"""The pages /metrics (for Prometheus), /health and /ready, and the page for browsers, over HTTP. They only read.
 
 `/health` reports that the daemon works, with the state of its membership and its peers; `/ready` reports that the node
 is a member of its cluster. A node that lost its membership is healthy: a restart would discard its cache.
@@ -40,6 +40,7 @@ from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.engines.contents import StreamState
 from tokenlake_server.engines.query_engine import QueryEngine
 from tokenlake_server.membership import MembershipState
+from tokenlake_server.page.http import PATHS, PageServer
 from tokenlake_server.peers.states import PEER_STATES, PeerState
 from tokenlake_server.start.start_errors import address_error
 
@@ -286,6 +287,8 @@ class MetricsServer:
         self._loop = loop
         self._take_now = take
         self._node = node
+        self.page = PageServer()
+        """The page for browsers."""
         registry = CollectorRegistry()
         registry.register(_Collector(self.take, aliases))
         self._metrics = make_wsgi_app(registry)
@@ -307,7 +310,7 @@ class MetricsServer:
         return waiting.result(timeout=SNAPSHOT_S)
 
     def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "/")
+        path = environ.get("PATH_INFO") or "/"
         status, body = "", dict[str, object]()
         headers = [("Content-Type", "application/json")]
         if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
@@ -319,12 +322,16 @@ class MetricsServer:
             except TimeoutError:
                 # The snapshot is taken before `start_response` is called.
                 status, body = "503 Service Unavailable", {"error": LATE}
-        elif path in ("/", "/health"):
+        elif path in PATHS:
+            reply = self.page.answer(environ)
+            start_response(reply.status, reply.headers)
+            return [reply.body]
+        elif path == "/health":
             status, body = self._answer(self._health)
         elif path == "/ready":
             status, body = self._answer(self._ready)
         else:
-            status, body = "404 Not Found", {"error": "unknown page; expected /metrics, /health or /ready"}
+            status, body = "404 Not Found", {"error": "unknown page; expected /, /metrics, /health or /ready"}
         start_response(status, headers)
         return [json.dumps(body).encode() + b"\n"]
 
@@ -424,10 +431,36 @@ class _Until(io.RawIOBase):
         return self._sock.recv_into(buffer)
 
 
+class _Reply(io.BufferedIOBase):
+    """Sends a reply whose reader takes it within some seconds from the first byte on. Otherwise a write raises
+    ConnectionAbortedError, which ends the request: it would hold its thread for as long as the reader likes."""
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock = sock
+        self._seconds = seconds
+        self._until = 0.0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        now = time.monotonic()
+        self._until = self._until or now + self._seconds
+        try:
+            if now >= self._until:
+                raise TimeoutError
+            self._sock.settimeout(self._until - now)
+            self._sock.sendall(data)
+        except TimeoutError:
+            raise ConnectionAbortedError from None
+        return len(data)
+
+
 class _Quiet(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile = io.BufferedReader(_Until(self.connection, REQUEST_S))
+        self.wfile = _Reply(self.connection, REQUEST_S)
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):

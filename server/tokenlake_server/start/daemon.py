@@ -217,12 +217,16 @@ class Daemon:
                     self.membership,
                     tenants,
                     self.snapshot,
+                    self.peers.states.all,
                     self._controls,
                     measurement,
                     self.orders,
                     self.disk,
+                    str(self.metrics.address) if self.metrics is not None else "",
                 )
                 self.control = server(parts, self._admin, loop)
+                if self.metrics is not None:
+                    self.metrics.page.source = self.control.page
         except BaseException:
             self.engines.close()
             raise
