@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenlake.core.report.explain import RecentRequest
+from tokenlake.memory.region import PAGE
 from tokenlake.wire.funnel import Funnel
 from tokenlake_proto.v1 import admin_pb2 as pb
 from tokenlake_server.page.document import (
@@ -29,7 +30,7 @@ MAX_NODES, MAX_TENANTS, MAX_PREFIXES, MAX_CALLS, MAX_EVENTS, MAX_PROBLEMS = 256,
 MAX_TEXT = 256
 """Limit of the characters of a name or a text; the rest is cut off."""
 RATES_S = 10.0
-"""Limit of the seconds between two states of which rates are made."""
+"""Seconds between two states of which rates are made, at most."""
 READ, WRITTEN = "tokenlake_read_bytes_total", "tokenlake_written_bytes_total"
 
 
@@ -45,7 +46,7 @@ class Facts(NamedTuple):
     received: Mapping[str, int]
     """Bytes of segments by other node, since the start."""
     quotas: Mapping[str, int]
-    """Memory that each tenant of the settings may have."""
+    """Memory that each tenant of the settings may have at most."""
 
 
 def short(text: str) -> str:
@@ -62,13 +63,15 @@ def document(
     activity: pb.GetActivityResponse,
     funnels: Sequence[Funnel | None],
 ) -> PageDocument:
-    """The JSON of the page. `before`: an earlier state, for rates. `tenant`: the only one that `facts.status` and
-    `activity` show, for the page; empty for all. `funnels`: of each slow call of `activity`."""
+    """The JSON of the page. `before`: a state of at most `RATES_S` before, for rates. `tenant`: the only one that
+    `facts.status` and `activity` show; empty for all. `funnels`: of each slow call of `activity`."""
     status = facts.status
-    seconds = facts.at - before.at if before is not None else 0.0
-    earlier = before if 0 < seconds <= RATES_S else None
-    nodes = sorted(_nodes(facts), key=lambda each: (each.state != "this node", each.state == "connected", each.name))
-    tenants = sorted(_tenants(facts, earlier, seconds, tenant), key=lambda each: (-_fullness(each), each.name))
+    seconds = facts.at - before.at if before is not None else 1.0
+    used = sum(map(_used, status.pools))
+    nodes = sorted(
+        _nodes(facts, used), key=lambda each: (each.state != "this node", each.state == "connected", each.name)
+    )
+    tenants = sorted(_tenants(facts, before, seconds, tenant), key=lambda each: (-_fullness(each), each.name))
     counters = status.counters
     return PageDocument(
         node=short(status.node),
@@ -79,7 +82,7 @@ def document(
         tenant=short(tenant),
         epoch=status.membership.epoch,
         memory_bytes=status.memory_bytes,
-        used_bytes=sum(map(_used, status.pools)),
+        used_bytes=used,
         spare_bytes=status.spare_bytes,
         segments=sum(sum(pool.segments.values()) for pool in status.pools),
         engines=status.engines,
@@ -98,9 +101,10 @@ def document(
         tenants=tenants[:MAX_TENANTS],
         tenants_left_out=max(0, len(tenants) - MAX_TENANTS),
         disks=[_disk(each) for each in status.disks],
-        links=_links(facts, earlier, seconds),
+        links=_links(facts, before, seconds),
         prefixes=[_prefix(each) for each in activity.prefixes],
         requests=activity.requests,
+        alone=activity.alone,
         calls=[_call(*each) for each in zip(activity.calls, funnels, strict=True)],
         events=events,
     )
@@ -110,7 +114,8 @@ def _used(pool: pb.SlotPool) -> int:
     return (pool.slots - pool.free_slots) * pool.slot_bytes
 
 
-def _nodes(facts: Facts) -> Iterator[PageNode]:
+def _nodes(facts: Facts, used: int) -> Iterator[PageNode]:
+    """`used`: bytes of this node's memory that hold segments."""
     own = facts.status.node
     peers = {each.node: each for each in facts.status.peers}
     for member in facts.cluster.members:
@@ -118,16 +123,15 @@ def _nodes(facts: Facts) -> Iterator[PageNode]:
         here = member.node == own
         connected = here or (peer is not None and peer.state in ("connected", "other ring"))
         reason, for_s = ("", facts.status.uptime_s) if peer is None else (peer.reason, peer.for_s)
-        own_share = sum(map(_used, facts.status.pools)) / max(1, facts.status.memory_bytes)
-        used = own_share if here else 1 - member.free_share
+        share = used / max(1, facts.status.memory_bytes) if here else 1 - member.free_share
         yield PageNode(
             name=short(member.node),
             state=_state(member, peer, here),
             reason=short(reason),
             for_s=round(for_s, 1),
             location=short(member.location),
-            memory_bytes=facts.status.memory_bytes if here else member.weight,
-            used_share=round(used, 4) if connected else None,
+            memory_bytes=facts.status.memory_bytes if here else member.weight if member.weight >= PAGE else None,
+            used_share=round(share, 4) if connected else None,
             sent_bytes_per_s=round(member.sent_bytes_per_s, 1) if connected else None,
         )
 

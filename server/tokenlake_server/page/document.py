@@ -29,7 +29,7 @@ class PageNode(PageStruct, frozen=True):
     reason: Annotated[str, _is("why it is not connected; empty if it is")]
     for_s: Annotated[float, _is("seconds since the state of the connection began; of this node: since its start")]
     location: str
-    memory_bytes: int
+    memory_bytes: Annotated[int | None, _is("null where the setting `peers` gives no sizes")]
     used_share: Annotated[float | None, _is("share of its memory that holds segments; null while it is not connected")]
     sent_bytes_per_s: Annotated[
         float | None, _is("load: bytes per second that it sends to engines of other nodes, with a half-life of 2 s")
@@ -64,7 +64,7 @@ class PageTenant(PageStruct, frozen=True):
     used_bytes: int
     quota_bytes: Annotated[int, _is("memory that it may have at most; without a quota all of the node's")]
     segments: int
-    read_bytes_per_s: Annotated[float | None, _is("null without an earlier state of at most 10 s ago; the same below")]
+    read_bytes_per_s: Annotated[float | None, _is("the last 10 s; null in the first two seconds after nobody looked")]
     written_bytes_per_s: float | None
 
 
@@ -178,5 +178,6 @@ class PageDocument(PageStruct, frozen=True):
     links: Annotated[list[PageLink], _is("those with most bytes; at most 65, `(others)` among them")]
     prefixes: Annotated[list[PagePrefix], _is("those with most requests; at most 12")]
     requests: Annotated[int, _is("newest requests that `prefixes` and `calls` are of; at most 1,024")]
+    alone: Annotated[int, _is("those of them that begin with a segment that no other one has")]
     calls: Annotated[list[PageCall], _is("the slowest first; at most 8")]
     events: Annotated[list[PageEvent], _is("the newest first; at most 64")]

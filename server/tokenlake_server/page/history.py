@@ -122,7 +122,7 @@ class History:
         """Note the segments that came and went, in one event with those of the intervals just before."""
         last = self._events[-1] if self._events else None
         begin = before.at_s
-        if last is not None and last.what == "segments" and now.at_s - last.at_s < MERGED_S:
+        if last is not None and last.what == "segments" and now.at_s - last.at_s <= MERGED_S:
             more = self._merged
             stored, evicted, begin = stored + more[0], evicted + more[1], last.at_s
             self._events.pop()

@@ -13,7 +13,7 @@ import concurrent.futures
 import gzip
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import msgspec
 from tokenlake.core.cluster.serve import SENT_BYTES
 from tokenlake.core.cluster.transfers import ARRIVED_BYTES
 from tokenlake.errors import TokenLakeError, Unreachable
+from tokenlake.identity import TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire.funnel import Funnel
 from tokenlake_proto.v1 import admin_pb2 as pb
@@ -73,13 +74,10 @@ class Page:
     ) -> None:
         self._node, self._bridge, self._admin, self._work, self._thread = node, bridge, admin, work, thread
         self._tokens = tokens
-        memory = node.config.memory
-        self._quotas = {tenant.name: int(tenant.quota * memory) for tenant in node.config.tenants}
         self._history = History(node.config.node)
         self._facts = Cached(self._collect, FRESH_S)
-        self._newest: build.Facts | None = None
-        self._before: build.Facts | None = None
-        """The facts before the newest ones."""
+        self._earlier: deque[build.Facts] = deque(maxlen=int(build.RATES_S / FRESH_S) + 1)
+        """The newest facts, the oldest first."""
         self._views: OrderedDict[str, _View] = OrderedDict()
         """By tenant, empty for all; the one that was asked for last at the end."""
         self._explained: OrderedDict[tuple[str, str], tuple[float, Funnel | None]] = OrderedDict()
@@ -127,11 +125,15 @@ class Page:
             {each.path: (each.serving, each.problem) for each in self._node.disk.states},
         )
 
-    def _bytes_by_peer(self) -> tuple[dict[str, int], dict[str, int]]:
-        def of(metric: Metric) -> dict[str, int]:
-            return {peer: value for (peer,), value in self._node.driver.core.counters.by_labels(metric).items()}
+    def _amounts(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Bytes sent to and received from each other node, and the quotas of tenants."""
+        core = self._node.driver.core
 
-        return of(SENT_BYTES), of(ARRIVED_BYTES)
+        def of(metric: Metric) -> dict[str, int]:
+            return {peer: value for (peer,), value in core.counters.by_labels(metric).items()}
+
+        quotas = {str(tenant): core.store.regions.quota(tenant) for tenant in map(TenantId, core.config.quotas)}
+        return of(SENT_BYTES), of(ARRIVED_BYTES), quotas
 
     # -- in the admin thread
 
@@ -139,9 +141,8 @@ class Page:
         status, cluster, recent = await asyncio.gather(
             self._admin.status.get(), self._admin.cluster.get(), self._admin.recent.get()
         )
-        sent, received = await self._bridge.call(self._bytes_by_peer)
-        facts = build.Facts(time.monotonic(), status, cluster, recent, sent, received, self._quotas)
-        self._before, self._newest = self._newest, facts
+        facts = build.Facts(time.monotonic(), status, cluster, recent, *await self._bridge.call(self._amounts))
+        self._earlier.append(facts)
         return facts
 
     async def _body(self, tenant: str) -> bytes:
@@ -155,7 +156,7 @@ class Page:
         return await asyncio.shield(view.body)
 
     async def _make(self, facts: build.Facts, tenant: str) -> bytes:
-        before = self._before
+        before = next((each for each in self._earlier if facts.at - each.at <= build.RATES_S), facts)
         recent = [each for each in facts.recent if tenant in ("", each.tenant)]
         history = self._history
         events = history.events(build.MAX_EVENTS, of_all=not tenant)
@@ -170,7 +171,9 @@ class Page:
         rates = history.rates()
 
         def end() -> bytes:
-            made = build.document(shown, before, tenant, rates, events, activity, funnels)
+            made = build.document(
+                shown, before if before is not facts else None, tenant, rates, events, activity, funnels
+            )
             return gzip.compress(msgspec.json.encode(made), 5, mtime=0)
 
         return await self._work.run(TURN, end)
