@@ -204,9 +204,22 @@ class Snapshot:
         self.gauges += (Level(MAP_ENTRIES, (name,), entries) for name, entries in core.census().items())
         if query_engine is not None:
             self._add_query_engine(query_engine)
-        self._add_tenants(core)
+        named = dict.fromkeys([*core.config.quotas, *(pool.tenant for pool in self.pools)])
+        self.tenants = [(name, regions.quota(name), regions.taken(name)) for name in map(TenantId, named)]
+        """Each tenant, with the bytes that it may have at most and those that it has."""
+
+    def levels(self) -> Iterator[Level]:
+        """All gauges. Those of tenants, which may be many, are made here, and not on the control loop."""
+        yield from self.gauges
+        used: Counter[str] = Counter()
         for pool in self.pools:
-            self._add_pool(pool)
+            used[pool.tenant] += (sum(pool.segments.values()) + pool.quarantined_slots) * pool.slot_bytes
+        for tenant, quota, taken in self.tenants:
+            yield Level(QUOTA, (tenant,), quota)
+            yield Level(TAKEN, (tenant,), taken)
+            yield Level(USED, (tenant,), used[tenant])
+        for pool in self.pools:
+            yield from _levels(pool)
 
     def _add_query_engine(self, engine: QueryEngine) -> None:
         report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0, 0, 0)
@@ -214,27 +227,15 @@ class Snapshot:
         values["result_seconds"] = values.pop("result_ns") / 1e9
         self.gauges += (Level(_QUERY_ENGINE[name], (), value) for name, value in values.items())
 
-    def _add_tenants(self, core: NodeCore) -> None:
-        regions = core.store.regions
-        used: Counter[str] = Counter()
-        for pool in self.pools:
-            used[pool.tenant] += (sum(pool.segments.values()) + pool.quarantined_slots) * pool.slot_bytes
-        for tenant in map(TenantId, dict.fromkeys([*core.config.quotas, *used])):
-            self.gauges += (
-                Level(QUOTA, (tenant,), regions.quota(tenant)),
-                Level(TAKEN, (tenant,), regions.taken(tenant)),
-                Level(USED, (tenant,), used[tenant]),
-            )
 
-    def _add_pool(self, pool: PoolState) -> None:
-        at = pool.tenant, str(pool.slot_bytes)
-        self.gauges += (
-            Level(REGIONS, at, pool.regions),
-            Level(SLOTS, at, pool.slots),
-            Level(FREE_SLOTS, at, pool.free_slots),
-            Level(QUARANTINED, at, pool.quarantined_slots),
-            *(Level(SEGMENTS, (*at, kind.name.lower()), pool.segments[kind]) for kind in Kind),
-        )
+def _levels(pool: PoolState) -> Iterator[Level]:
+    at = pool.tenant, str(pool.slot_bytes)
+    yield Level(REGIONS, at, pool.regions)
+    yield Level(SLOTS, at, pool.slots)
+    yield Level(FREE_SLOTS, at, pool.free_slots)
+    yield Level(QUARANTINED, at, pool.quarantined_slots)
+    for kind in Kind:
+        yield Level(SEGMENTS, (*at, kind.name.lower()), pool.segments[kind])
 
 
 class _Collector:
@@ -265,7 +266,7 @@ class _Collector:
             buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
             yield HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=total_s)
         gauges: dict[Metric, Any] = {}
-        for metric, values, level in snapshot.gauges:
+        for metric, values, level in snapshot.levels():
             if metric not in gauges:
                 gauges[metric] = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             gauges[metric].add_metric(self._shown(metric, values), level)
@@ -323,9 +324,7 @@ class MetricsServer:
                 # The snapshot is taken before `start_response` is called.
                 status, body = "503 Service Unavailable", {"error": LATE}
         elif path in PATHS:
-            reply = self.page.answer(environ)
-            start_response(reply.status, reply.headers)
-            return [reply.body]
+            return self.page.serve(environ, start_response)
         elif path == "/health":
             status, body = self._answer(self._health)
         elif path == "/ready":

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple, Protocol
 
@@ -89,6 +89,14 @@ class _File(NamedTuple):
     tag: str
 
 
+class _Body(list[bytes]):
+    """The only block of an answer. The server calls `close` once when the answer is sent, or will not be."""
+
+    def __init__(self, body: bytes, close: Callable[[], None]) -> None:
+        super().__init__([body])
+        self.close = close
+
+
 class PageServer:
     """Answers requests for the page. May be used by several threads."""
 
@@ -99,15 +107,22 @@ class PageServer:
         self.source: Source | None = None
         """None where the daemon has no control plane."""
 
-    def answer(self, environ: Mapping[str, Any]) -> Reply:
-        """The answer to a GET of one of `PATHS`."""
+    def serve(self, environ: Mapping[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """The answer to a GET of one of `PATHS`, as a WSGI application. The request takes room until the reader has
+        read the answer, or is given up."""
         if not self._room.acquire(blocking=False):
-            return _failed("503 Service Unavailable", f"more than {MAX_AT_ONCE} requests for the page at the same time")
+            error = f"more than {MAX_AT_ONCE} requests for the page at the same time"
+            reply = _failed("503 Service Unavailable", error)
+            start_response(reply.status, reply.headers)
+            return [reply.body]
         try:
             path = environ["PATH_INFO"] or "/"
-            return self._data(environ) if path == DATA else _of_file(self._files[path], environ)
-        finally:
+            reply = self._data(environ) if path == DATA else _of_file(self._files[path], environ)
+            start_response(reply.status, reply.headers)
+        except BaseException:
             self._room.release()
+            raise
+        return _Body(reply.body, self._room.release)
 
     def _data(self, environ: Mapping[str, Any]) -> Reply:
         if self.source is None:
