@@ -226,7 +226,7 @@ function links(state) {
     { title: "received", kind: "number", text: (each) => rate(each.received_bytes_per_s) },
     { title: "sent in all", kind: "number", text: (each) => amount(each.sent_bytes) },
     { title: "received", kind: "number", text: (each) => amount(each.received_bytes) },
-    { title: "", kind: "bars rare", parts: (each) => [[each.sent_bytes / most / 2, "sent"], [each.received_bytes / most / 2, "received"]] },
+    { title: "in all", kind: "bars rare", parts: (each) => [[each.sent_bytes / most / 2, "sent"], [each.received_bytes / most / 2, "received"]] },
   ], state.links, (each) => each.node, "no segment has come from another node or gone to one");
 }
 
@@ -240,7 +240,7 @@ function prefixes(state) {
     { title: "requests", kind: "number", text: (each) => count(each.requests) },
     { title: "tokens", kind: "number rare", text: (each) => count(each.asked_tokens) },
     { title: "supplied", kind: "number", text: (each) => share(each.supplied_tokens, each.asked_tokens) },
-    { title: "", kind: "bars", parts: (each) => [[part(each, each.supplied_tokens), "supplied"], [part(each, each.engine_had_tokens), "had"]] },
+    { title: "share", kind: "bars", parts: (each) => [[part(each, each.supplied_tokens), "supplied"], [part(each, each.engine_had_tokens), "had"]] },
   ], shared, (each) => `${each.tenant} ${each.key}`, "no two requests begin with the same segment");
 }
 
@@ -249,7 +249,7 @@ function tenants(state) {
   setText($("tenant-note"), more);
   table($("tenants"), [
     { title: "tenant", kind: "name", text: (each) => each.name },
-    { title: "", kind: "bars", parts: (each) => [[each.used_bytes / each.quota_bytes, "supplied"]], full: (each) => each.used_bytes > 0.97 * each.quota_bytes },
+    { title: "of quota", kind: "bars", parts: (each) => [[each.used_bytes / each.quota_bytes, "supplied"]], full: (each) => each.used_bytes > 0.97 * each.quota_bytes },
     { title: "used", kind: "number", text: (each) => amount(each.used_bytes) },
     { title: "quota", kind: "number", text: (each) => amount(each.quota_bytes) },
     { title: "read", kind: "number rare", text: (each) => rate(each.read_bytes_per_s) },
@@ -261,11 +261,11 @@ function disks(state) {
   table($("disks"), [
     { title: "path", kind: "name", text: (each) => each.path },
     { title: "state", kind: "", text: (each) => each.state },
-    { title: "", kind: "bars", parts: (each) => [[each.used_bytes / Math.max(1, each.capacity_bytes), "supplied"]] },
+    { title: "of size", kind: "bars", parts: (each) => [[each.used_bytes / Math.max(1, each.capacity_bytes), "supplied"]] },
     { title: "used", kind: "number", text: (each) => amount(each.used_bytes) },
     { title: "size", kind: "number", text: (each) => amount(each.capacity_bytes) },
     { title: "segments", kind: "number rare", text: (each) => count(each.segments) },
-    { title: "", kind: "problem", text: (each) => each.problem || (each.lost_segments ? `${count(each.lost_segments)} segments were lost at the start` : "") },
+    { title: "problem", kind: "problem", text: (each) => each.problem || (each.lost_segments ? `${count(each.lost_segments)} segments were lost at the start` : "") },
   ], state.disks, (each) => each.path, "no disk is set (setting disk)");
 }
 
@@ -328,7 +328,7 @@ function show(state) {
   const only = state.tenant ? `, tenant ${state.tenant} only` : "";
   setText($("node"), `${state.node}`);
   setText($("facts"), `cluster ${state.cluster}, version ${state.version}, up ${span(state.uptime_s)}${only}`);
-  document.title = `${state.problems.length ? "▲ " : ""}${state.node} – TokenLake`;
+  document.title = `${state.problems.length ? "▲ " : ""}${state.node} · TokenLake`;
   $("gate").hidden = true;
   $("main").hidden = false;
   const { history } = state;
