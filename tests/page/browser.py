@@ -16,7 +16,7 @@ from tokenlake_testing.cluster import Node
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium", "google-chrome")
 MISSING = "headless Chromium is needed: `apt-get install chromium`, and `make install-rest` for playwright"
 PHONE, LAPTOP, WALL = (390, 844), (1280, 800), (3840, 2160)
 LIMIT_MS = 30_000.0

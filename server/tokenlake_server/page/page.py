@@ -186,13 +186,15 @@ class Page:
         for request, funnel in zip(missing, found, strict=True):
             self._explained[request] = now, funnel
             self._explained.move_to_end(request)
-        answers = [self._explained[each][1] for each in requests]
+        answers = [self._explained.get(each, old)[1] for each in requests]
         while len(self._explained) > MAX_EXPLAINED:
             self._explained.popitem(last=False)
         return answers
 
     async def _explained_now(self, tenant: str, request: str) -> Funnel | None:
         try:
-            return (await self._bridge.explain(tenant, request)).funnel
+            funnel = (await self._bridge.explain(tenant, request)).funnel
         except TokenLakeError:
             return None
+        # A request that is forgotten may be the beginning of the name of another one.
+        return funnel if funnel is not None and funnel.request == request else None
