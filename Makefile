@@ -40,7 +40,7 @@ ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-co
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo lint install install-dev install-engines \
+.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo wheel upload lint install install-dev install-engines \
 	install-tools install-chart install-page install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
@@ -50,6 +50,7 @@ help:
 	@echo "make test      lint, types, and the tests of all parts, against real processes"
 	@echo "make test-all  make test, then vLLM, SGLang, routers, NIXL, all faults, upgrades under load"
 	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak, long prompts in vLLM"
+	@echo "make wheel     the wheels of both distributions, in dist/"
 	@echo "README.md says how long each takes, and what it downloads."
 
 fast: install-dev lint
@@ -110,6 +111,20 @@ demo:
 	$(MAKE) --no-print-directory install install-engines && \
 	echo "installation: $$(($$(date +%s) - start)) s"
 	$(BIN)/tokenlake demo
+
+# Both distributions, from their source distributions, so that a file that is missing there is missing in the wheels.
+# `export PIP_FIND_LINKS=$$PWD/dist` lets pip find them.
+wheel: install-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python -m build --no-isolation --outdir dist bench >/dev/null
+	@ls dist
+
+# The act of an owner: twine asks for the account's token.
+upload: wheel
+	$(PIP_INSTALL) twine
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/twine upload dist/*
 
 lint:
 	$(BIN)/ruff check $(SOURCES)

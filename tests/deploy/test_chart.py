@@ -31,6 +31,7 @@ from tests.deploy.chart import (
 )
 from tests.deploy.generated import SCHEMA, manifests, schema
 from tests.deploy.pod_security import violations
+from tests.house.version import stated
 from tests.kernel_files import kernel_files
 from tests.server.test_memory_limit import BEYOND, OF_A_SEGMENT
 from tokenlake.config import ServerConfig, load_config, parse_size
@@ -368,5 +369,5 @@ def test_kustomize_builds_on_the_manifests(name: str, tmp_path: Path) -> None:
     built = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True).stdout
     made = [each for each in yaml.safe_load_all(built) if each]
     assert len(made) == len(objects(example(name)))
-    assert daemon_of(made)[1]["image"] == "registry.example/tokenlake:0.1.0"
+    assert daemon_of(made)[1]["image"] == f"registry.example/tokenlake:{stated()}"
     assert {each["metadata"].get("namespace", "llm") for each in made} == {"llm"}

@@ -125,14 +125,12 @@ def packages() -> str:
 def page_fields() -> str:
     """The fields of `page.json` as a table in Markdown: one row for each field of each object."""
     rows = ["| object | field | type | meaning |", "|---|---|---|---|"]
-    for each in (document.PageDocument, *document.PageStruct.__subclasses__()):
-        if each is document.PageDocument and len(rows) > 2:
-            continue
-        name = "" if each is document.PageDocument else each.__name__.removeprefix("Page")
+    *parts, whole = document.PageStruct.__subclasses__()
+    for each in (whole, *parts):
+        rows.append(f"| **{each.__name__.removeprefix('Page')}** | | | {each.__doc__} |")
         for field in msgspec.structs.fields(each):
             kind = msgspec.json.schema_components([field.type], ref_template="{name}")[0][0]
-            rows.append(f"| {name} | `{field.name}` | {_kind(kind)} | {kind.get('description', '')} |")
-            name = ""
+            rows.append(f"| | `{field.name}` | {_kind(kind)} | {kind.get('description', '')} |")
     return "\n".join(rows) + "\n"
 
 
@@ -153,7 +151,7 @@ def _kind(schema: dict[str, Any]) -> str:
 
 PARTS = (
     Part("docs/structure.md", "packages", packages),
-    Part("docs/operations.md", "sizes of models", sizes_of_models),
+    Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),

@@ -17,7 +17,8 @@ from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
-RUNBOOK = ROOT / "docs" / "operations.md"
+OPERATIONS = ROOT / "docs" / "operations"
+RUNBOOK = OPERATIONS / "runbook.md"
 DASHBOARD = ROOT / "deploy" / "grafana" / "tokenlake.json"
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=str(Path(sys.executable).parent))
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: make install-tools")
@@ -48,8 +49,9 @@ def known() -> set[str]:
 
 
 def queries() -> list[str]:
-    """The queries of the runbook."""
-    blocks: list[str] = re.findall(r"^ *```promql\n(.*?)^ *```$", RUNBOOK.read_text(), re.DOTALL | re.MULTILINE)
+    """The queries of the pages of operations, most of them of the runbook."""
+    text = "".join(page.read_text() for page in sorted(OPERATIONS.glob("*.md")))
+    blocks: list[str] = re.findall(r"^ *```promql\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     return [" ".join(block.split()) for block in blocks]
 
 
@@ -66,7 +68,7 @@ def test_every_metric_is_declared() -> None:
     for text in used:
         assert "tokenlake" in text
         assert set(NAME.findall(text.replace('job="tokenlake"', ""))) <= known(), text
-    prose = set(NAME.findall(RUNBOOK.read_text())) - OTHER
+    prose = {name for page in OPERATIONS.glob("*.md") for name in NAME.findall(page.read_text())} - OTHER
     histograms = {metric.name for metric in Metric.all("histogram")}
     assert {name for name in prose if not name.endswith(("_", ":"))} <= known() | histograms
 

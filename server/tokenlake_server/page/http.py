@@ -52,8 +52,7 @@ FILES = {
 }
 PATHS = frozenset([DATA, *FILES])
 WITHOUT_CONTROL = (
-    "this daemon has no control plane, which grants the page: pip install 'tokenlake[server]', and leave its setting "
-    "'control_socket' or 'control' on"
+    "this daemon has no control plane, which grants the page: its settings 'control_socket' and 'control' are empty"
 )
 
 

@@ -19,6 +19,9 @@ const BYTES = [
   { name: "received", label: "received" },
 ];
 const CROWDED = 24;
+/** Reasons of misses that one call shows, and characters of the detail of one. */
+const REASONS = 3;
+const DETAIL = 120;
 
 const $ = (id) => document.getElementById(id);
 
@@ -30,8 +33,12 @@ function make(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Characters that are not seen or that change the direction of what follows: names may have them. */
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+
 function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const seen = text.replace(UNSEEN, "\ufffd");
+  if (element.textContent !== seen) element.textContent = seen;
 }
 
 /** Keep one child per item, by key: what has the focus or is selected stays. */
@@ -198,19 +205,20 @@ function nodes(state) {
     element.className = `node ${kind}`;
     setText(title.children[0], each.name);
     title.children[0].title = each.name;
-    setText(title.children[1], `${kind === "bad" ? "✕ " : ""}${each.state}`);
+    setText(title.children[1], `${kind === "bad" ? "✕ " : ""}${crowded && (kind === "" || kind === "bad") ? "" : each.state}`);
+    element.title = crowded ? `${each.name}: ${each.state}` : "";
     place.hidden = !each.location;
     setText(place, each.location);
     place.title = each.location;
     const known = each.used_share !== null;
     memory.hidden = load.hidden = !known;
     reason.hidden = known && !each.reason;
-    setText(reason, `${span(each.for_s)}${each.reason ? `: ${each.reason}` : ""}`);
+    setText(reason, `${crowded && kind === "bad" ? `${each.state} ` : ""}${span(each.for_s)}${each.reason ? `: ${each.reason}` : ""}`);
     reason.title = each.reason;
     if (!known) return;
     setBar(memory.children[2], [[each.used_share, "supplied"]]);
-    const of = each.memory_bytes === null ? "" : ` of ${amount(each.memory_bytes)}`;
-    setText(memory.children[1], `${(100 * each.used_share).toFixed(1)} %${of}`);
+    const of = each.memory_bytes === null || crowded ? "" : ` of ${amount(each.memory_bytes)}`;
+    setText(memory.children[1], `${share(each.used_share, 1)}${of}`);
     setBar(load.children[2], [[each.sent_bytes_per_s / most, "had"]]);
     setText(load.children[1], rate(each.sent_bytes_per_s));
   });
@@ -277,9 +285,12 @@ function why(call) {
   const parts = [`${count(found.ideal)} tokens: ${count(found.supplied)} supplied${at ? ` (found ${at})` : ""}`];
   if (found.engine_had) parts.push(`the engine had ${count(found.engine_had)}`);
   if (found.held) parts.push(`${count(found.held)} still leased`);
-  for (const miss of found.missed) {
-    parts.push(`${count(miss.tokens)} missed: ${miss.reason.replaceAll("_", " ")}${miss.detail ? ` (${miss.detail})` : ""}`);
+  const missed = [...found.missed].sort((one, other) => other.tokens - one.tokens);
+  for (const miss of missed.slice(0, REASONS)) {
+    const detail = miss.detail.length > DETAIL ? `${miss.detail.slice(0, DETAIL)}…` : miss.detail;
+    parts.push(`${count(miss.tokens)} missed: ${miss.reason.replaceAll("_", " ")}${detail ? ` (${detail})` : ""}`);
   }
+  if (missed.length > REASONS) parts.push(`${missed.length - REASONS} more reasons: tokenlake explain`);
   return parts.join(" · ");
 }
 
