@@ -1,5 +1,5 @@
-"""`python -m tests.page.cost` measures what viewers of the page cost a daemon: the processor time of the process with ten
-pollers, which ask every 2 s as the page does, and without."""
+"""`python -m tests.page.cost` measures what viewers of the page cost a daemon: the processor time of its process with
+ten pollers, which ask every 2 s as the page does, and without."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ def test_every_list_has_a_limit() -> None:
 
 def test_this_node_and_lost_ones_come_first() -> None:
     made = document(30, 2)
-    assert [each.name for each in made.nodes[:5]] == ["n0", "n10", "n20", "n3", "n1"]
-    lost = made.nodes[1]
+    assert [each.name for each in made.nodes[:5]] == ["n0", "n3", "n10", "n20", "n1"]
+    lost = made.nodes[2]
     assert (lost.state, lost.used_share, lost.reason) == ("unreachable", None, "no answer")
-    assert made.nodes[3].state == "draining"
+    assert made.nodes[1].state == "draining"
 
 
 def test_rates_and_fullness_of_tenants() -> None:

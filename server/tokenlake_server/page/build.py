@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,8 @@ def document(
     seconds = facts.at - before.at if before is not None else 1.0
     used = sum(map(_used, status.pools))
     nodes = sorted(
-        _nodes(facts, used), key=lambda each: (each.state != "this node", each.state == "connected", each.name)
+        _nodes(facts, used),
+        key=lambda each: (each.state != "this node", each.state == "connected", _natural(each.name)),
     )
     tenants = sorted(_tenants(facts, before, seconds, tenant), key=lambda each: (-_fullness(each), each.name))
     counters = status.counters
@@ -108,6 +110,11 @@ def document(
         calls=[_call(*each) for each in zip(activity.calls, funnels, strict=True)],
         events=events,
     )
+
+
+def _natural(name: str) -> list[str | int]:
+    """A key that sorts n2 before n10."""
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def _used(pool: pb.SlotPool) -> int:

@@ -48,7 +48,7 @@ MAX_VIEWS = 16
 EXPLAINED_S = 30.0
 """Seconds for which the explanation of a request is kept: other nodes are asked for it."""
 MAX_EXPLAINED = 64
-TURN = "\0page"
+WORK_KEY = "\0page"
 """The key of the turns of the page in the thread of calculations, which no tenant can have as its name."""
 
 
@@ -165,7 +165,7 @@ class Page:
             shown = facts if not tenant else facts._replace(status=of_tenant(facts.status, tenant))
             return shown, activity_message(recent, build.MAX_PREFIXES)
 
-        shown, activity = await self._work.run(TURN, begin)
+        shown, activity = await self._work.run(WORK_KEY, begin)
         del activity.calls[build.MAX_CALLS :]
         funnels = await self._explain([(call.tenant, call.request) for call in activity.calls])
         rates = history.rates()
@@ -176,7 +176,7 @@ class Page:
             )
             return gzip.compress(msgspec.json.encode(made), 5, mtime=0)
 
-        return await self._work.run(TURN, end)
+        return await self._work.run(WORK_KEY, end)
 
     async def _explain(self, requests: Sequence[tuple[str, str]]) -> list[Funnel | None]:
         now = time.monotonic()

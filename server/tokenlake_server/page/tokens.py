@@ -2,8 +2,8 @@
 
 ::
 
-    token = base64url(mac | claims)      claims = MessagePack of [end on the daemon's clock, tenant]
-                                         mac    = HMAC-SHA256(secret of this start of the daemon, claims)
+    token = base64url(mac | terms)      terms = MessagePack of [end on the daemon's clock, tenant]
+                                        mac   = HMAC-SHA256(secret of this start of the daemon, terms)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TOKEN = 2048
 _MAC_BYTES = 32
 
 
-class _Claims(msgspec.Struct, frozen=True, array_like=True):
+class _Terms(msgspec.Struct, frozen=True, array_like=True):
     end: float
     tenant: str
 
@@ -46,28 +46,34 @@ class PageTokens:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._secret = secrets.token_bytes(32)
         self._clock = clock
-        self._decoder = msgspec.msgpack.Decoder(_Claims)
+        self._decoder = msgspec.msgpack.Decoder(_Terms)
 
     def grant(self, tenant: str, valid_s: float) -> str:
         """A token for the page that shows one tenant, or all (empty), for `valid_s` seconds."""
-        claims = msgspec.msgpack.encode(_Claims(self._clock() + valid_s, tenant))
-        return base64.urlsafe_b64encode(self._mac(claims) + claims).rstrip(b"=").decode()
+        terms = msgspec.msgpack.encode(_Terms(self._clock() + valid_s, tenant))
+        return base64.urlsafe_b64encode(self._mac(terms) + terms).rstrip(b"=").decode()
 
     def check(self, token: str) -> Grant:
         """What the token allows. Raises `CredentialRefused`, whose text is for people and has nothing of the token."""
-        try:
-            padded = token[: MAX_TOKEN + 1] + "=" * (-len(token) % 4)
-            content = base64.b64decode(padded.encode("ascii"), altchars=b"-_", validate=True)
-        except ValueError:
-            content = b""
-        mac, claims = content[:_MAC_BYTES], content[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(claims)):
+        content = _decoded(token)
+        mac, terms = content[:_MAC_BYTES], content[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(terms)):
             raise CredentialRefused("this daemon did not make the token since its start")
-        found = self._decoder.decode(claims)
+        found = self._decoder.decode(terms)
         left_s = found.end - self._clock()
         if left_s <= 0:
             raise CredentialRefused("the token has expired")
         return Grant(found.tenant, left_s)
 
-    def _mac(self, claims: bytes) -> bytes:
-        return hmac.digest(self._secret, claims, "sha256")
+    def _mac(self, terms: bytes) -> bytes:
+        return hmac.digest(self._secret, terms, "sha256")
+
+
+def _decoded(token: str) -> bytes:
+    """The bytes of a token; none for a text that cannot be one."""
+    if len(token) > MAX_TOKEN:
+        return b""
+    try:
+        return base64.b64decode((token + "=" * (-len(token) % 4)).encode("ascii"), altchars=b"-_", validate=True)
+    except ValueError:
+        return b""
