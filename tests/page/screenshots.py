@@ -3,10 +3,13 @@ which one is killed before the last picture."""
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from PIL import Image
 
 from tests.page.browser import LAPTOP, PHONE, Shown, started, url_of
 from tests.page.load import Load, three_nodes
@@ -47,7 +50,8 @@ def main() -> None:
 
 def _save(tab: Shown, name: str, *, whole: bool) -> None:
     path = DOCS / f"{name}.png"
-    tab.page.screenshot(path=path, full_page=whole)
+    picture = Image.open(io.BytesIO(tab.page.screenshot(full_page=whole))).convert("RGB")
+    picture.quantize(256, kmeans=3, dither=Image.Dither.NONE).save(path, optimize=True)
     size = path.stat().st_size
     assert size <= MAX_BYTES, f"{path} has {size} bytes"
     print(f"{path.name}: {size:,} bytes")
