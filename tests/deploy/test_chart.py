@@ -239,7 +239,7 @@ def test_huge_pages_are_beside_the_limit() -> None:
 
 def test_the_figure_of_the_page() -> None:
     _, daemon = daemon_of(objects({"memory": "64GiB"}))
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
     assert f"`memory: 64GiB` gives {mebibytes(daemon['resources']['limits']['memory']):,} MiB" in page
 
 
@@ -348,6 +348,9 @@ def test_rules_and_metrics_meet() -> None:
     others = [each for each in made if each["kind"] == "Service" and each is not service]
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     assert not [each for each in others if wanted <= each["metadata"]["labels"].items()]
+    for each in (monitor, one(made, "ServiceMonitor", f"{NAMESPACE}-engine")):
+        (endpoint,) = each["spec"]["endpoints"]
+        assert {"targetLabel": "cluster", "replacement": "tokenlake"} in endpoint["relabelings"]
 
 
 def test_a_user_of_openshift() -> None:

@@ -17,7 +17,7 @@ PLACES = (
     ("deploy/chart/tokenlake/Chart.yaml", r"(?m)^version: (.*)$"),
     ("deploy/chart/tokenlake/Chart.yaml", r'(?m)^appVersion: "(.*)"$'),
     ("CITATION.cff", r"(?m)^version: (.*)$"),
-    ("docs/deploy.md", r"tokenlake:(\d[\w.]*)"),
+    ("docs/deploy/image.md", r"tokenlake:(\d[\w.]*)"),
 )
 """(file, pattern whose group is the version)."""
 
