@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tests.house.pages import Part, write
-from tokenlake_bench.engine_model.gpus import gpu_named
-from tokenlake_bench.engine_model.models import model_named
-from tokenlake_bench.engine_model.roofline import EngineModel
+from tokenlake_bench.engine_model import EngineModel, gpus_named, model_named
 
 GIB = 1 << 30
 
@@ -18,7 +16,7 @@ def break_even() -> str:
         "|---|---|---|---|---|",
     ]
     for name, gpu in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-70b", "a100-80g")):
-        engine = EngineModel.fitting(model_named(name), gpu_named(gpu))
+        engine = EngineModel.fitting(model_named(name), gpus_named(gpu)[0])
         for tokens in (2000, 8000, 32_000):
             size, seconds = tokens * engine.model.cache_bytes, engine.prefill_s(tokens)
             instance, rate = f"{name} on {engine.gpus} {gpu}", f"{size * 8 / seconds / 1e9:.0f} Gbit/s"
