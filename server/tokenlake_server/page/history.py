@@ -57,29 +57,32 @@ class History:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._counts: deque[tuple[float, float, tuple[int, ...]]] = deque(maxlen=MAX_SAMPLES)
+        """`at`, `at_s` and `counts` of each sample: the states of a hundred peers would take megabytes."""
+        self._newest: Sample | None = None
         self._events: deque[PageEvent] = deque(maxlen=MAX_EVENTS)
         self._merged = 0, 0
         """The segments that the newest event counts, if it is about segments."""
 
     def add(self, sample: Sample) -> None:
         """Keep a sample, and note what changed since the one before."""
-        if not self._samples:
+        if self._newest is None:
             self._note(sample, "start", f"node '{self._node}' runs, epoch {sample.epoch} of the ring")
         else:
-            self._compare(self._samples[-1], sample)
-        self._samples.append(sample)
+            self._compare(self._newest, sample)
+        self._newest = sample
+        self._counts.append((sample.at, sample.at_s, sample.counts))
 
     def rates(self) -> PageHistory:
         """The rates between the samples."""
         columns: list[list[float]] = [[], [], [], [], []]
-        for earlier, later in pairwise(self._samples):
-            seconds = max(later.at - earlier.at, 1e-3)
-            for column, before, now in zip(columns, earlier.counts, later.counts, strict=False):
+        for (began, _, earlier), (ended, _, later) in pairwise(self._counts):
+            seconds = max(ended - began, 1e-3)
+            for column, before, now in zip(columns, earlier, later, strict=False):
                 column.append(round((now - before) / seconds, 1))
         supplied, engine_had, missed, sent, received = columns
         return PageHistory(
-            end_s=[round(each.at_s, 1) for each in self._samples][1:],
+            end_s=[round(at_s, 1) for _, at_s, _ in self._counts][1:],
             supplied=supplied,
             engine_had=engine_had,
             missed=missed,
