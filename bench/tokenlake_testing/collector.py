@@ -23,7 +23,7 @@ class Span(NamedTuple):
     kind: str
     """`client`, `server` or `internal`."""
     node: str
-    """The attribute `service.instance.id` of the program that sent it; empty for a program without one."""
+    """The node whose daemon sent it; empty for other programs."""
     trace: str
     id: str
     parent: str
@@ -100,12 +100,13 @@ class Collector:
 def _spans(request: ExportTraceServiceRequest) -> Iterator[Span]:
     for of_program in request.resource_spans:
         resource = {each.key: each.value.string_value for each in of_program.resource.attributes}
+        node = resource["service.instance.id"] if resource.get("service.name") == "tokenlake" else ""
         for scope in of_program.scope_spans:
             for span in scope.spans:
                 yield Span(
                     span.name,
                     KINDS.get(span.kind, "internal"),
-                    resource.get("service.instance.id", ""),
+                    node,
                     span.trace_id.hex(),
                     span.span_id.hex(),
                     span.parent_span_id.hex(),

@@ -64,7 +64,7 @@ def check_tree(spans: list[Span], root: str) -> None:
         assert parent.begin_ns <= span.begin_ns, shown
         if parent.node == span.node:
             assert span.end_ns <= parent.end_ns, shown
-        else:
+        elif parent.node:
             assert (parent.kind, span.kind) == ("client", "server"), shown
 
 

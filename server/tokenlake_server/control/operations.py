@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -35,8 +33,6 @@ from tokenlake_server.control.service import Unary
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
 from tokenlake_server.peers.states import PeerState
-
-log = logging.getLogger(__name__)
 
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
@@ -219,16 +215,14 @@ class Admin:
         """Let a node leave."""
         node = "" if message.node == self._node.config.node else message.node
         self.awaited |= message.wait and not node
-        with _logged(caller, f"the drain of node '{message.node or self._node.config.node}'"):
-            await self._bridge.coroutine(lambda: self._node.membership.drain(node))
+        await self._bridge.coroutine(lambda: self._node.membership.drain(node))
         return pb.DrainResponse()
 
     async def remove(self, caller: Caller, message: pb.RemoveRequest) -> pb.RemoveResponse:
         """Remove a node that is gone."""
         if not message.node:
             raise ValueError("field 'node' is empty; expected the name of a node")
-        with _logged(caller, f"the removal of node '{message.node}'"):
-            await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
+        await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
         return pb.RemoveResponse()
 
     async def evict(self, caller: Caller, message: pb.EvictRequest) -> pb.EvictResponse:
@@ -244,16 +238,13 @@ class Admin:
                 "an EvictRequest needs one of the fields 'keys', 'all' (true) and 'segment_bytes' (above 0)"
             )
         if what != "keys":
-            response = await self._evict(tenant, b"", message.segment_bytes)
-        else:
-            if not message.keys:
-                raise ValueError("field 'keys' is empty; expected keys of segments")
-            count = len(keys_of(message.keys))
-            if count > MAX_KEYS:
-                raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
-            response = await self._evict(tenant, message.keys, 0)
-        log.info("'%s' evicted %d segments of tenant '%s' (%s)", caller.name, response.evicted, tenant, what)
-        return response
+            return await self._evict(tenant, b"", message.segment_bytes)
+        if not message.keys:
+            raise ValueError("field 'keys' is empty; expected keys of segments")
+        count = len(keys_of(message.keys))
+        if count > MAX_KEYS:
+            raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
+        return await self._evict(tenant, message.keys, 0)
 
     async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> pb.EvictResponse:
         """Evict segments of the tenant from memory and from the devices. A device that cannot carry it out now is
@@ -289,19 +280,7 @@ class Admin:
             evicted += done.evicted
             unremoved |= dict.fromkeys(done.unremoved)
             unrecorded = done.unrecorded or unrecorded
-        log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
         return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted, unremoved=unremoved, unrecorded=unrecorded)
-
-
-@contextlib.contextmanager
-def _logged(caller: Caller, change: str) -> Iterator[None]:
-    """Log a change of the members that a caller asks for, once it is made or refused."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("'%s' asked for %s: refused: %s", caller.name, change, error or type(error).__name__)
-        raise
-    log.info("'%s' asked for %s: accepted", caller.name, change)
 
 
 def _peers(states: Mapping[str, PeerState], now: float) -> Iterator[pb.Peer]:

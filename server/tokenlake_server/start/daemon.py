@@ -179,7 +179,11 @@ class Daemon:
         )
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
         self.query_engine = (
-            QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
+            QueryEngine(
+                start, identity, addresses, loop, self.peers.new_keys, log_objects=config.log_format == "json"
+            )
+            if config.query_engine
+            else None
         )
         # The local socket is created late, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(

@@ -152,7 +152,7 @@ class TokenLakeEngine:
             raise ValueError("a prompt has at least one token")
         with engine_span("tokenlake.prefill", traceparent, tokens__asked=len(tokens)) as span:
             filled = self._filled(tokens, RequestInfo(self._named(request), hints, traceparent=span.traceparent))
-            span.note(tokens__loaded=filled.loaded)
+            span.note(tokens__loaded=filled.tokens_hit)
         return filled
 
     def _filled(self, tokens: list[int], info: RequestInfo) -> Prefill:
