@@ -11,15 +11,14 @@ import datetime
 import json
 import logging
 import sys
-import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 MAX_LINE = 4000
 """Limit of the characters of a line."""
 MAX_TRACEBACK = 16_000
 """Limit of the characters of a traceback in an object."""
-Form = Literal["text", "json"]
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 """Names of the attributes of every record; all others were given with `extra`."""
 MAX_LINES, PERIOD_S = 100, 60.0
@@ -115,9 +114,9 @@ def set_up_log(line: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def log_objects(node: str) -> None:
+def log_objects(node: str) -> Callable[[Any], None]:
     """Let the log of this process, which is set up, be in the form `json` from now on, errors that no code handles
-    included."""
+    included. Returns the function for `threading.excepthook`."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Objects(node))
     logging.captureWarnings(True)
@@ -126,10 +125,9 @@ def log_objects(node: str) -> None:
     def unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         log.critical("the process ends by an error", exc_info=(kind, error, trace))
 
-    def in_thread(told: threading.ExceptHookArgs) -> None:
-        error = told.exc_value
+    def in_thread(told: Any) -> None:
         name = told.thread.name if told.thread is not None else "?"
-        log.error("the thread %s ended by an error", name, exc_info=error)
+        log.error("the thread %s ended by an error", name, exc_info=told.exc_value)
 
     sys.excepthook = unhandled
-    threading.excepthook = in_thread
+    return in_thread

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 
 import torch
 
@@ -28,7 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
     set_up_log("%(asctime)s %(levelname)s query: %(message)s")
     if arguments.log_objects_of:
-        log_objects(arguments.log_objects_of)
+        threading.excepthook = log_objects(arguments.log_objects_of)
     die_with_parent()
     # Ctrl-C in a terminal sends SIGINT to the daemon and to this process. Only the daemon handles it; this process
     # exits when the daemon has ended.

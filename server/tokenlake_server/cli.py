@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -71,7 +72,7 @@ def run_daemon(
         settings = load(file, flags)
         logging.getLogger().setLevel(settings.config.log_level.upper())
         if settings.config.log_format == "json":
-            log_objects(settings.config.node)
+            threading.excepthook = log_objects(settings.config.node)
         if settings.ignored:
             log.info("variables of a Kubernetes Service, which are not settings: %s", ", ".join(settings.ignored))
         _serve(settings, made)

@@ -94,7 +94,7 @@ def test_the_queries_of_a_request_are_one_span(
     spans = of_trace(collector, caller.trace, "generate", "query", "match", "lease")
     [whole], [query] = named(spans, "generate"), named(spans, "query")
     assert (whole.parent, query.parent) == (caller.span, whole.id)
-    assert query.attributes["tokenlake.queries"] == 2 * 12  # layers times steps
+    assert query.attributes["tokenlake.queries"] == 2 * (1 + 12)  # layers, times the rest of the prompt and the steps
     sent = query.attributes["tokenlake.bytes.sent"]
     assert isinstance(sent, int)
     assert sent > 0

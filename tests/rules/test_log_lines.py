@@ -45,7 +45,7 @@ def test_an_object_has_all_fields_on_one_line_of_ascii() -> None:
 
 def test_an_exception_is_a_field_also_where_no_code_handles_it() -> None:
     ran = _run(
-        "log_objects('a')",
+        "threading.excepthook = log_objects('a')",
         "thread = threading.Thread(target=lambda: 1 / 0, name='worker')",
         "thread.start(); thread.join()",
         f"raise ValueError({HOSTILE!a})",

@@ -179,7 +179,7 @@ def test_no_collector_costs_no_request_and_one_line() -> None:
 
 def test_attributes_hold_no_secret(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No key, token id, salt, credential or secret of a tenant is in the bytes that the collector gets."""
-    caller, prompt, salt = Caller(), Prompt(7, 3), b"salt-of-a-customer"
+    caller, prompt, salt = Caller(), Prompt(7, 3), "salt-of-a-customer"
     file = tenants(tmp_path_factory.mktemp("tracing"))
     before = len(collector.raw)
     with traced_daemons(2, collector.url, config=file) as cluster:
@@ -192,7 +192,7 @@ def test_attributes_hold_no_secret(collector: Collector, tmp_path_factory: pytes
             caller.wait(collector, match=1, write=1)
     raw = collector.raw[before:]
     assert b"tokenlake.match" in raw
-    for secret in (salt, RED.encode(), b"\xaa" * 32, b"aa" * 32, b"cc" * 32, *map(bytes, keys)):
+    for secret in (salt.encode(), RED.encode(), b"\xaa" * 32, b"aa" * 32, b"cc" * 32, *map(bytes, keys)):
         assert secret not in raw
         assert secret.hex().encode() not in raw
 

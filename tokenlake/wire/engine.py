@@ -416,8 +416,8 @@ class Unpin(_Message, frozen=True, tag=35):
 
 
 class Traced(_Message, frozen=True, tag=36):
-    """The `Match` with this id, which is sent next, belongs to a trace, and so do the fetches of its lease and the stores
-    of the session that name the same request. Sent only for a sampled trace. Not answered."""
+    """The `Match` with this id, which is sent next, belongs to a trace, and so do the fetches of its lease and the
+    stores of the session that name the same request. Sent only for a sampled trace. Not answered."""
 
     match: int
     trace: TraceContext

@@ -473,7 +473,9 @@ class _Tagged(msgspec.Struct, array_like=True):
 
 
 _tag_decoder = msgspec.msgpack.Decoder(_Tagged)
-_KNOWN_TAGS = {message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey, MemoryAgent, Traced)}
+_KNOWN_TAGS = {
+    message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey, MemoryAgent, Traced)
+}
 
 
 def unknown_tag(body: bytes) -> int | None:

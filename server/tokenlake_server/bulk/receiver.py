@@ -335,7 +335,7 @@ class BulkReceiver:
                 instruction.tenant, keys, instruction.request, instruction.background, agent=agent, version=version
             )
             if instruction.trace:
-                pull = peer.TracedPull(*msgspec.structs.astuple(pull), trace=instruction.trace)
+                pull = peer.TracedPull(**msgspec.structs.asdict(pull), trace=instruction.trace)
             limit(stream.sock, until)
             stream.send_frame(pull)
             reply = decode(peer.pulled_decoder, stream.read_frame(peer.MAX_FRAME))

@@ -51,11 +51,8 @@ class CallLog:
 
     def failed(self, error: BaseException) -> None:
         """The call ends with an error. A call whose caller may not make it is logged in any case."""
-        level = self._level
-        if isinstance(error, CredentialRefused):
-            level = logging.WARNING
-        elif level == logging.INFO:
-            level = logging.WARNING
+        warns = isinstance(error, CredentialRefused) or self._level == logging.INFO
+        level = logging.WARNING if warns else self._level
         kind = type(error).__name__
         self._write(level, f"failed: {kind}: {str(error)[:MAX_TEXT]}" if str(error) else f"failed: {kind}", kind)
 

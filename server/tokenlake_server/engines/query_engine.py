@@ -66,7 +66,8 @@ class QueryEngine:
         log_objects: bool = False,
     ) -> None:
         """Makes the daemon's side of the query engine, and starts no process. `new_keys` makes the keys of connections.
-        `log_objects`: the log of the process has JSON objects. Raises `ModuleMissing` if the package or torch is not installed."""
+        `log_objects`: the log of the process has JSON objects. Raises `ModuleMissing` if the package or torch is not
+        installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
                 raise ModuleMissing("query_engine", True, module, "query")

@@ -179,9 +179,7 @@ class Daemon:
         )
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
         self.query_engine = (
-            QueryEngine(
-                start, identity, addresses, loop, self.peers.new_keys, log_objects=config.log_format == "json"
-            )
+            QueryEngine(start, identity, addresses, loop, self.peers.new_keys, log_objects=config.log_format == "json")
             if config.query_engine
             else None
         )

@@ -1,5 +1,5 @@
-"""The way of spans to a collector: a bounded queue, a thread of the SDK that sends batches as OTLP over HTTP, and counts
-of what was sent and what was lost. A collector that does not answer delays nothing but this thread."""
+"""The way of spans to a collector: a bounded queue, a thread of the SDK that sends batches as OTLP over HTTP, and
+counts of those that were sent and lost. A collector that does not answer delays nothing but this thread."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import Tracer
 
-from tokenlake.metrics import Level, Metric
+from tokenlake.metrics import Level
+from tokenlake_server.tracing import SPANS
 
 log = logging.getLogger(__name__)
 
-SPANS = Metric(
-    "tokenlake_trace_spans",
-    "Spans since the start, by outcome: `exported`, `refused` (the collector did not take them), `dropped` (the queue "
-    "was full, or too many requests were traced at a time)",
-    "outcome",
-    kind="gauge",
-)
 MAX_QUEUED, BATCH = 4096, 512
 """Limit of the spans that wait for the collector, and of those in one request to it."""
 END_S = 2.0
@@ -63,15 +57,13 @@ class Export:
         self._queue = _Bounded(self._exporter)
         self._provider.add_span_processor(self._queue)
         self.tracer: Tracer = self._provider.get_tracer("tokenlake", version("tokenlake"))
-        self.unrecorded = 0
-        """Number of spans that were not made because too many were under way."""
 
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""
         counts = {
             "exported": self._exporter.exported,
             "refused": self._exporter.refused,
-            "dropped": self._queue.dropped + self.unrecorded,
+            "dropped": self._queue.dropped,
         }
         return [Level(SPANS, (outcome,), count) for outcome, count in counts.items()]
 
@@ -85,7 +77,7 @@ class Export:
             self._exporter.shutdown()
 
 
-class _Bounded(BatchSpanProcessor):
+class _Bounded(BatchSpanProcessor):  # type: ignore[misc]  # untyped, as mypy skips it
     """The SDK's queue, which drops new spans and counts them where `MAX_QUEUED` wait; the SDK alone would drop old ones
     without a count."""
 
@@ -107,7 +99,7 @@ class _Bounded(BatchSpanProcessor):
         super().on_end(span)
 
 
-class _Counted(SpanExporter):
+class _Counted(SpanExporter):  # type: ignore[misc]
     """The exporter of the SDK, with counts, and one line in the log when the collector stops to take spans."""
 
     def __init__(self, inner: OTLPSpanExporter, url: str) -> None:
@@ -148,7 +140,7 @@ class _Counted(SpanExporter):
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._inner.force_flush(timeout_millis)
+        return bool(self._inner.force_flush(timeout_millis))
 
 
 class _Reasons(logging.Handler):

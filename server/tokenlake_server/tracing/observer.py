@@ -34,7 +34,7 @@ from tokenlake.trace import NO_TRACE, checked
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.loop.driver import Handle
 from tokenlake_server.tracing.export import Export
-from tokenlake_server.tracing.works import Table, Work, Works
+from tokenlake_server.tracing.works import Attributes, Table, Work, Works
 
 MAX_TOLD, MAX_REQUESTS = 4096, 4096
 """Limits of the contexts that were told and whose message has not come, and of the requests whose context is known for
@@ -106,7 +106,7 @@ class Observer:
                 return out
             except Exception as error:
                 if self._current is not None:
-                    self._works.end(self._current, type(error).__name__, outcome="failed")
+                    self._works.end(self._current, {"outcome": "failed"}, type(error).__name__)
                 raise
             finally:
                 self._current = self._committing = None
@@ -126,7 +126,7 @@ class Observer:
     # -- requests of engines
 
     def _requested(self, event: events.Requested) -> None:
-        message = event.message
+        message: Any = event.message
         if isinstance(message, engine.Commit):
             self._committing = self._writes.get(message.write)
             return
@@ -143,7 +143,7 @@ class Observer:
     @staticmethod
     def _belongs(work: Work, tenant: str, request: str) -> None:
         work.tenant, work.request = tenant, request
-        work.note(tenant=tenant, request=request)
+        work.note({"tenant": tenant, "request": request})
 
     def _match(self, process: Process, message: engine.Match) -> Work | None:
         context = self._told.pop((process.connection, message.id), NO_TRACE) if self._told else NO_TRACE
@@ -164,7 +164,7 @@ class Observer:
         if not context and not self._export.roots:
             return None
         key = process.connection, number
-        return self._works.begin(name, SpanKind.SERVER, context, self._asked, key, segments__asked=asked)
+        return self._works.begin(name, SpanKind.SERVER, context, self._asked, key, {"segments.asked": asked})
 
     def _answered(self, answer: Answer) -> None:
         message = answer.message
@@ -181,11 +181,11 @@ class Observer:
         elif isinstance(message, engine.Fetched):
             here = message.codes.count(Code.LOCAL)
             outcome = _outcome(here, len(message.codes))
-            self._works.end(work, segments__here=here, outcome=outcome, **_others(message.codes))
+            self._works.end(work, {"segments.here": here, "outcome": outcome, **_others(message.codes)})
         elif isinstance(message, engine.Prepared):
             self._prepared(work, answer.connection, message)
         else:
-            self._works.end(work, "refused", outcome="refused")
+            self._works.end(work, {"outcome": "refused"}, "refused")
 
     def _matched(self, work: Work, connection: int, message: engine.Matched) -> None:
         account = self._core.account(work.tenant, work.request) if work.request else None
@@ -193,24 +193,25 @@ class Observer:
         outcome = _outcome(hits, len(message.codes))
         if account is not None:
             sums = account.sums()
-            work.note(tokens__asked=sums.asked, tokens__found=sums.held + sums.supplied.total())
+            work.note({"tokens.asked": sums.asked, "tokens.found": sums.held + sums.supplied.total()})
             _note_missed(work, account)
-        self._works.end(work, segments__found=hits, segments__elsewhere=elsewhere, outcome=outcome)
+        self._works.end(work, {"segments.found": hits, "segments.elsewhere": elsewhere, "outcome": outcome})
         process = self._core.process(connection)
         if message.lease and process is not None:
             key = process.session.id, message.lease
-            lease = self._works.begin("lease", SpanKind.INTERNAL, work.parent, self._leases, key, segments__found=hits)
+            found = {"segments.found": hits}
+            lease = self._works.begin("lease", SpanKind.INTERNAL, work.parent, self._leases, key, found)
             if lease is not None:
                 self._belongs(lease, work.tenant, work.request)
                 lease.session, lease.account = process.session, account
 
     def _prepared(self, work: Work, connection: int, message: engine.Prepared) -> None:
         reserved = message.codes.count(Code.RESERVED)
-        work.note(segments__reserved=reserved, **_others(message.codes))
+        work.note({"segments.reserved": reserved, **_others(message.codes)})
         process = self._core.process(connection)
         if not message.write or process is None:
             refused = any(Code(code).refused for code in set(message.codes))
-            self._works.end(work, outcome="refused" if refused else "stored already")
+            self._works.end(work, {"outcome": "refused" if refused else "stored already"})
             return
         self._works.move(work, self._writes, message.write)
         work.session, work.left = process.session, reserved
@@ -226,7 +227,7 @@ class Observer:
 
     def _end_write(self, work: Work) -> None:
         outcome = "committed" if work.committed and work.left <= 0 else "partial" if work.committed else "given up"
-        self._works.end(work, segments__committed=work.committed, outcome=outcome)
+        self._works.end(work, {"segments.committed": work.committed, "outcome": outcome})
 
     # -- leases and writes that have ended
 
@@ -249,16 +250,16 @@ class Observer:
         if work.table is self._leases and work.key[1] not in session.leases:
             if work.account is not None:
                 sums = work.account.sums()
-                work.note(tokens__asked=sums.asked, tokens__engine_had=sums.engine_had)
-                work.note(**{f"tokens__supplied__{source}": count for source, count in sums.supplied.items()})
+                work.note({"tokens.asked": sums.asked, "tokens.engine_had": sums.engine_had})
+                work.note({f"tokens.supplied.{source}": count for source, count in sums.supplied.items()})
                 _note_missed(work, work.account)
-            self._works.end(work, outcome="given back")
+            self._works.end(work, {"outcome": "given back"})
         elif work.table is self._writes and work.key not in session.writes:
             self._end_write(work)
 
     def _after_process(self, event: events.ProcessGone) -> None:
         for work in [each for (connection, _), each in self._asked.items() if connection == event.connection]:
-            self._works.end(work, "engine_gone", outcome="engine gone")
+            self._works.end(work, {"outcome": "engine gone"}, "engine_gone")
         for work in [*self._leases.values(), *self._writes.values()]:
             self._look(work)
 
@@ -267,24 +268,21 @@ class Observer:
     def _instruction(self, instruction: Instruction) -> Instruction:
         """Begin or end the spans of an instruction. Returns the instruction to carry out, with the context of its
         span."""
-        kind = type(instruction)
-        if kind is SendToPeer:
+        if isinstance(instruction, SendToPeer):
             self._sent(instruction)
-        elif kind is Answer:
+        elif isinstance(instruction, Answer):
             self._answered(instruction)
-        elif kind is StartFetch:
-            work = self._transfer(instruction, SpanKind.CLIENT, source=instruction.node)
+        elif isinstance(instruction, StartFetch):
+            work = self._transfer(instruction, SpanKind.CLIENT, instruction.node)
             return instruction if work is None else replace(instruction, trace=work.context)
-        elif kind is DiskRead:
-            self._transfer(instruction, SpanKind.INTERNAL, source=f"disk {instruction.device}")
-        elif kind is AbortFetch and instruction.fetch in self._transfers:
-            self._transfers[instruction.fetch].note(deadline_missed=True)
-        elif kind is SendBulk and instruction.stream in self._sends:
+        elif isinstance(instruction, DiskRead):
+            self._transfer(instruction, SpanKind.INTERNAL, f"disk {instruction.device}")
+        elif isinstance(instruction, AbortFetch) and instruction.fetch in self._transfers:
+            self._transfers[instruction.fetch].note({"deadline_missed": True})
+        elif isinstance(instruction, SendBulk) and instruction.stream in self._sends:
             count = instruction.codes.count(Code.LOCAL)
-            outcome = _outcome(count, len(instruction.codes))
-            self._sends[instruction.stream].note(
-                segments__sent=count, bytes=count * instruction.slot_bytes, outcome=outcome
-            )
+            sent: Attributes = {"segments.sent": count, "bytes": count * instruction.slot_bytes}
+            self._sends[instruction.stream].note({**sent, "outcome": _outcome(count, len(instruction.codes))})
         return instruction
 
     def _caller(self, tenant: str, request: str) -> Work | None:
@@ -300,37 +298,24 @@ class Observer:
             above = self._caller(message.tenant, message.request)
             if above is not None:
                 asked = len(message.keys) // KEY_BYTES
+                attributes: Attributes = {"peer": instruction.node, "segments.asked": asked}
                 work = self._works.begin(
-                    "lookup",
-                    SpanKind.CLIENT,
-                    above.context,
-                    self._lookups,
-                    message.call,
-                    of=above,
-                    peer=instruction.node,
-                    segments__asked=asked,
+                    "lookup", SpanKind.CLIENT, above.context, self._lookups, message.call, attributes, of=above
                 )
                 if work is not None:
                     self._tell(instruction.node, peer.Traced(message.call, work.context))
         elif isinstance(message, peer.LookupReply):
             work = self._serving.get((instruction.node, message.call))
             if work is not None:
-                self._works.end(work, **_found(message))
+                self._works.end(work, _found(message))
 
-    def _transfer(self, instruction: StartFetch | DiskRead, kind: SpanKind, *, source: str) -> Work | None:
+    def _transfer(self, instruction: StartFetch | DiskRead, kind: SpanKind, source: str) -> Work | None:
         above = self._caller(instruction.tenant, instruction.request)
         if above is None or not instruction.keys:
             return None
-        asked = len(instruction.keys) // KEY_BYTES
+        attributes: Attributes = {"source": source, "segments.asked": len(instruction.keys) // KEY_BYTES}
         work = self._works.begin(
-            "transfer",
-            kind,
-            above.context,
-            self._transfers,
-            instruction.fetch,
-            of=above,
-            source=source,
-            segments__asked=asked,
+            "transfer", kind, above.context, self._transfers, instruction.fetch, attributes, of=above
         )
         if work is not None:
             work.slot_bytes = instruction.slot_bytes
@@ -343,32 +328,18 @@ class Observer:
         if isinstance(message, peer.LookupReply):
             work = self._lookups.get(message.call)
             if work is not None:
-                self._works.end(work, **_found(message))
+                self._works.end(work, _found(message))
         elif isinstance(message, peer.Lookup) and self._told_by_peers:
             context = self._told_by_peers.pop((event.node, message.call), NO_TRACE)
             if context:
-                self._works.begin(
-                    "lookup",
-                    SpanKind.SERVER,
-                    context,
-                    self._serving,
-                    (event.node, message.call),
-                    peer=event.node,
-                    segments__asked=len(message.keys) // KEY_BYTES,
-                )
+                key = event.node, message.call
+                attributes: Attributes = {"peer": event.node, "segments.asked": len(message.keys) // KEY_BYTES}
+                self._works.begin("lookup", SpanKind.SERVER, context, self._serving, key, attributes)
 
     def _pull_requested(self, event: events.PullRequested) -> None:
         if event.trace:
-            asked = len(event.keys) // KEY_BYTES
-            self._works.begin(
-                "send",
-                SpanKind.SERVER,
-                event.trace,
-                self._sends,
-                event.stream,
-                peer=event.node,
-                segments__asked=asked,
-            )
+            attributes: Attributes = {"peer": event.node, "segments.asked": len(event.keys) // KEY_BYTES}
+            self._works.begin("send", SpanKind.SERVER, event.trace, self._sends, event.stream, attributes)
 
     def _fetch_done(self, event: events.FetchDone) -> None:
         work = self._transfers.get(event.fetch)
@@ -377,13 +348,12 @@ class Observer:
             outcome = _outcome(arrived, len(event.codes))
             nbytes = arrived * work.slot_bytes
             error = "" if arrived == len(event.codes) else "incomplete"
-            self._works.end(
-                work, error, segments__arrived=arrived, bytes=nbytes, outcome=outcome, **_others(event.codes)
-            )
+            came: Attributes = {"segments.arrived": arrived, "bytes": nbytes, "outcome": outcome}
+            self._works.end(work, {**came, **_others(event.codes)}, error)
 
     def _send_done(self, event: events.SendDone) -> None:
         if event.stream in self._sends:
-            self._works.end(self._sends[event.stream])
+            self._works.end(self._sends[event.stream], {})
 
 
 def _remember(table: OrderedDict[Key, bytes], key: Key, context: bytes, limit: int) -> None:
@@ -400,17 +370,18 @@ def _outcome(found: int, asked: int) -> str:
 def _others(codes: bytes) -> dict[str, int]:
     """The numbers of segments by code, without those that other attributes count."""
     counted = (Code.LOCAL, Code.RESERVED)
-    return {f"segments__{Code(code).name.lower()}": codes.count(code) for code in set(codes) if code not in counted}
+    return {f"segments.{Code(code).name.lower()}": codes.count(code) for code in set(codes) if code not in counted}
 
 
-def _found(reply: peer.LookupReply) -> dict[str, str | int | bool]:
+def _found(reply: peer.LookupReply) -> Attributes:
     """The attributes of a lookup that was answered."""
     leased = reply.codes.count(Code.LOCAL)
-    found = {"segments__leased": leased, **_others(reply.codes), "outcome": _outcome(leased, len(reply.codes))}
-    return {**found, "redirect": reply.redirect} if reply.redirect else found
+    found: Attributes = {"segments.leased": leased, "outcome": _outcome(leased, len(reply.codes))}
+    redirect: Attributes = {"redirect": reply.redirect} if reply.redirect else {}
+    return {**found, **_others(reply.codes), **redirect}
 
 
 def _note_missed(work: Work, account: Account) -> None:
     """Add the tokens that were missed, by the reasons of `tokenlake explain`."""
     missed = account.missed(account.sums())
-    work.note(**{f"tokens__missed__{reason}": tokens for reason, tokens in missed.items()})
+    work.note({f"tokens.missed.{reason}": tokens for reason, tokens in missed.items()})

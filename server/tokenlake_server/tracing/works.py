@@ -69,10 +69,10 @@ class Work:
         self.left = self.committed = 0
         """Of a write: the numbers of segments that are reserved, and that were committed."""
 
-    def note(self, **attributes: str | int | bool) -> None:
-        """Add attributes; their names get the prefix `tokenlake.`, and `__` stands for a dot."""
+    def note(self, attributes: Attributes) -> None:
+        """Add attributes, whose names get the prefix `tokenlake.`."""
         for name, value in attributes.items():
-            self._span.set_attribute(f"tokenlake.{name.replace('__', '.')}", value)
+            self._span.set_attribute(f"tokenlake.{name}", value)
 
     def end(self, error: str) -> None:
         """End the span. `error`: the outcome of a failure; empty for a success."""
@@ -100,16 +100,16 @@ class Works:
         parent: bytes,
         table: Table,
         key: Hashable,
+        attributes: Attributes,
         *,
         of: Work | None = None,
-        **attributes: str | int | bool,
     ) -> Work | None:
         """Begin a span that is found in `table` by `key` until it ends. `parent`: the context below which it lies;
         empty: it is the first one of a trace. `of`: the span of this node that it cannot outlast. Returns None where
         the sampler does not want it."""
         if len(self._open) >= MAX_OPEN:
             # Works whose end never came, such as those of a write that expired.
-            self.end(next(iter(self._open)), "unfinished")
+            self.end(next(iter(self._open)), {}, "unfinished")
         span = self._export.tracer.start_span(f"tokenlake.{name}", _context(parent, remote=of is None), kind)
         if not span.is_recording():
             return None
@@ -119,9 +119,9 @@ class Works:
         if of is not None:
             work.of, work.tenant, work.request = of, of.tenant, of.request
             of.children[work] = None
-        work.note(node=self._node, **attributes)
+        work.note({"node": self._node, **attributes})
         if (earlier := table.get(key)) is not None:
-            self.end(earlier, "unfinished")
+            self.end(earlier, {}, "unfinished")
         table[key] = work
         self._open[work] = None
         return work
@@ -130,19 +130,20 @@ class Works:
         """Let the end of the work be found in another table."""
         work.table.pop(work.key, None)
         if (earlier := table.get(key)) is not None:
-            self.end(earlier, "unfinished")
+            self.end(earlier, {}, "unfinished")
         work.table, work.key = table, key
         table[key] = work
 
-    def end(self, work: Work, error: str = "", **attributes: str | int | bool) -> None:
-        """End a span, and before it those below it that have not ended: they got no answer."""
+    def end(self, work: Work, attributes: Attributes, error: str = "") -> None:
+        """End a span, and before it those below it that have not ended: they got no answer. `error`: the outcome of a
+        failure; empty for a success."""
         for child in list(work.children):
-            self.end(child, "unanswered", outcome="unanswered")
+            self.end(child, {"outcome": "unanswered"}, "unanswered")
         if work.of is not None:
             work.of.children.pop(work, None)
         work.table.pop(work.key, None)
         del self._open[work]
-        work.note(**attributes)
+        work.note(attributes)
         work.end(error)
 
 

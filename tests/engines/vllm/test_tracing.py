@@ -1,4 +1,4 @@
-"""One trace over vLLM, its daemon and another one: vLLM's own span and those of the pool lie below that of its client."""
+"""One trace over vLLM, its daemon and another one: vLLM's own span and the pool's lie below that of vLLM's client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", **DELAY}
 TOKENS = 1000
-HOSTILE: list[Any] = [{"traceparent": "0" * 10_240}, {"traceparent": "99-zz"}, {"tracestate": "a=b"}, {}, {"traceparent": ""}]
+HOSTILE: list[Any] = [
+    {"traceparent": "0" * 10_240},
+    {"traceparent": "99-zz"},
+    {"tracestate": "a=b"},
+    {},
+    {"traceparent": ""},
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def test_one_tree_over_engine_daemon_and_peer(
     kind: type[ForkedEngine], traced: Cluster, collector: Collector, model: Path, tmp_path: Path
 ) -> None:
     """Through both doors: a prompt that one engine stored, and another one at another node loads."""
-    arguments = {"otlp_traces_endpoint": f"{collector.url}/v1/traces", "disable_log_stats": False}
+    arguments: dict[str, Any] = {"otlp_traces_endpoint": f"{collector.url}/v1/traces", "disable_log_stats": False}
     tokens = prompt(TOKENS, 1 if kind is ForkedEngine else 2)
     writer, reader = Caller(), Caller()
     with pytest.MonkeyPatch.context() as patch:

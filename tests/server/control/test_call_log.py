@@ -77,9 +77,9 @@ def test_a_change_over_tls_names_the_certificate(one: Scene) -> None:
 
 
 def test_a_refused_call_is_a_warning(one: Scene) -> None:
-    with remote(one.address, "node0", certificates(one.ca, "bob", "reader")) as control:
-        with pytest.raises(CredentialRefused):
-            control.evict(everything=True)
+    bob = certificates(one.ca, "bob", "reader")
+    with remote(one.address, "node0", bob) as control, pytest.raises(CredentialRefused):
+        control.evict(everything=True)
     line = one.last("Evict")
     assert (line["level"], line["fields"]["outcome"]) == ("warning", "CredentialRefused")
     assert "'bob' does not have" in line["message"]

@@ -4,7 +4,7 @@ imported here: a program without it has no spans, and no cost."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,15 +20,15 @@ class EngineSpan:
         """The span as a header `traceparent`, below which those of daemons lie: that of the caller where the program
         makes no spans; None: the request is not traced."""
 
-    def note(self, **attributes: int) -> None:
-        """Add attributes, whose names get the prefix `tokenlake.`; `__` stands for a dot."""
+    def note(self, attributes: Mapping[str, int]) -> None:
+        """Add attributes, whose names get the prefix `tokenlake.`."""
         if self._span is not None:
             for name, value in attributes.items():
-                self._span.set_attribute(f"tokenlake.{name.replace('__', '.')}", value)
+                self._span.set_attribute(f"tokenlake.{name}", value)
 
 
 @contextmanager
-def engine_span(name: str, traceparent: str | None, **attributes: int) -> Iterator[EngineSpan]:
+def engine_span(name: str, traceparent: str | None) -> Iterator[EngineSpan]:
     """A span until the block is left, and the present one of the thread meanwhile. `traceparent`: the span of the
     caller; None: the present span of the thread. Errors of the block pass, and are recorded."""
     api = sys.modules.get("opentelemetry.trace")
@@ -43,9 +43,7 @@ def engine_span(name: str, traceparent: str | None, **attributes: int) -> Iterat
                 own = _header(found)
             yield EngineSpan(own)
             return
-        made = EngineSpan(_header(found), span)
-        made.note(**attributes)
-        yield made
+        yield EngineSpan(_header(found), span)
 
 
 def _started(api: Any, name: str, traceparent: str | None) -> Any:

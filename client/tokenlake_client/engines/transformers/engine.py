@@ -140,9 +140,9 @@ class TokenLakeEngine:
     ) -> Prefill:
         """The cache of all `token_ids` (at least one) but the last. It holds the whole prefix, also in mode `ship`. New
         segments are stored in the background. `request`: the name of the request in the logs of all nodes and for
-        `tokenlake explain`. `hints`: hints of the request (`tokenlake.hints`). `traceparent`: the span of the caller, as
-        of `MatchOptions`; None: the present span of this thread, if the program makes spans with OpenTelemetry. In such
-        a program the engine makes a span too.
+        `tokenlake explain`. `hints`: hints of the request (`tokenlake.hints`). `traceparent`: the span of the caller,
+        as of `MatchOptions`; None: the present span of this thread, if the program makes spans with OpenTelemetry. In
+        such a program the engine makes a span too.
 
         Without a pool, or with a model that it cannot serve, the cache is computed. Raises the errors of the model, and
         ValueError for an empty prompt.
@@ -150,9 +150,9 @@ class TokenLakeEngine:
         tokens = list(token_ids)
         if not tokens:
             raise ValueError("a prompt has at least one token")
-        with engine_span("tokenlake.prefill", traceparent, tokens__asked=len(tokens)) as span:
+        with engine_span("tokenlake.prefill", traceparent) as span:
             filled = self._filled(tokens, RequestInfo(self._named(request), hints, traceparent=span.traceparent))
-            span.note(tokens__loaded=filled.tokens_hit)
+            span.note({"tokens.asked": len(tokens), "tokens.loaded": filled.tokens_hit})
         return filled
 
     def _filled(self, tokens: list[int], info: RequestInfo) -> Prefill:
@@ -214,8 +214,12 @@ class TokenLakeEngine:
         finally:
             for row in batch.rows:
                 self._counters.add(**row.counts())
-            span.note(tokens__asked=sum(len(row.tokens) for row in batch.rows))
-            span.note(tokens__loaded=sum(row.loaded for row in batch.rows))
+            span.note(
+                {
+                    "tokens.asked": sum(len(row.tokens) for row in batch.rows),
+                    "tokens.loaded": sum(row.loaded for row in batch.rows),
+                }
+            )
             if shipment is not None:
                 shipment.close()
         try:

@@ -133,7 +133,7 @@ class Shipment:
         for prefix in self._prefixes:
             self._close_view(prefix)
         if self._queries is not None:
-            self._queries.note(prefixes=len(self._prefixes), **self._sent)
+            self._queries.note({"prefixes": len(self._prefixes), **self._sent})
         self._span.close()
 
     def _close_view(self, prefix: SharedPrefix) -> None:
@@ -192,7 +192,7 @@ class Shipment:
         answer = sent.ticket.wait()
         sent.nbytes = answer.sent_bytes + answer.received_bytes
         if self._queries is not None:
-            self._sent.update(queries=1, bytes__sent=answer.sent_bytes, bytes__received=answer.received_bytes)
+            self._sent.update({"queries": 1, "bytes.sent": answer.sent_bytes, "bytes.received": answer.received_bytes})
         self._engine.counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
         if answer.lost:
             raise Void([sent.prefixes[part][0] for part in answer.lost])
