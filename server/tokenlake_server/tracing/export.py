@@ -21,7 +21,7 @@ from tokenlake_server.tracing import SPANS
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED, BATCH = 4096, 512
+MAX_QUEUED, BATCH = 4096, 128
 """Limit of the spans that wait for the collector, and of those in one request to it."""
 END_S = 2.0
 """Seconds for which the end of the daemon waits until the spans that are left are sent."""
