@@ -233,7 +233,7 @@ def test_without_a_collector_nothing_is_imported_or_sent() -> None:
     pull = peer.Pull("tenant", bytes(32), "name")
     plain, traced = msgspec.msgpack.encode(pull), peer.TracedPull("tenant", bytes(32), "name", trace=bytes(25))
     assert plain[0] == 0x90 + 1 + len(pull.__struct_fields__)
-    assert peer.bulk_request_decoder.decode(plain).trace == NO_TRACE
+    assert peer.bulk_request_decoder.decode(plain) == pull
     assert peer.bulk_request_decoder.decode(msgspec.msgpack.encode(traced)) == traced
     sent: list[bytes] = []
     with daemons(1) as cluster, cluster.connect(0, LAYOUT) as pool:

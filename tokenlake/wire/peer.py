@@ -393,8 +393,8 @@ class Pull(_Message, frozen=True, tag=20):
     """The `MemoryAgent` of the receiver by which the sender can read its memory; empty: it needs the bytes."""
 
 
-class TracedPull(Pull, frozen=True, tag=20):
-    """A `Pull` whose bytes may end with the context of a trace. Senders encode a `Pull` where there is none."""
+class TracedPull(Pull, frozen=True, tag=65):
+    """A `Pull` that belongs to a sampled trace."""
 
     trace: TraceContext = NO_TRACE
     """The span of the transfer at the receiver."""
@@ -461,7 +461,7 @@ control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey | MemoryAge
 )
 Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
-bulk_request_decoder: msgspec.msgpack.Decoder[TracedPull] = msgspec.msgpack.Decoder(TracedPull)
+bulk_request_decoder: msgspec.msgpack.Decoder[Pull | TracedPull] = msgspec.msgpack.Decoder(Pull | TracedPull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
 taken_decoder: msgspec.msgpack.Decoder[Taken] = msgspec.msgpack.Decoder(Taken)
 
