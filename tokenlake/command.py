@@ -50,7 +50,7 @@ IN_A_CLONE = "(in a clone of the repository: pip install . ./bench)"
 BENCH_COMMANDS = tuple(GROUPS["try"])
 DISTRIBUTIONS = {"grpc": "grpcio", "google": "protobuf"}
 """By module, the distribution that has it, where the names differ."""
-EXTRAS_OF_PACKAGES = {"tokenlake_server": ("server",), "tokenlake_operator": ("server", "control")}
+EXTRAS_OF_PACKAGES = {"tokenlake_server": ("server",), "tokenlake_operator": ("server",)}
 """By package, the extras of `tokenlake` that its commands need."""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.payload import PayloadIdentity
@@ -50,10 +50,12 @@ class Accesses:
 
 @dataclass(frozen=True, slots=True)
 class HitCount:
-    """Number of prompt tokens that a cache found, and number of all prompt tokens."""
+    """Number of prompt tokens that a cache found, and number of all prompt tokens. `busiest`: the tokens that the node
+    with the most work computes / the mean of all nodes."""
 
     hit_tokens: int
     prompt_tokens: int
+    busiest: float = field(default=1.0, compare=False)
 
     @property
     def rate(self) -> float:
@@ -159,18 +161,19 @@ def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: i
     all_nodes = (1 << nodes) - 1
     unused = all_nodes
     owners: dict[int, int] = {}
-    hit_segments = 0
+    hit_segments, computed = 0, [0] * nodes
     for prompt in accesses.prompts:
         best, depth = (unused, 0) if unused else _longest(prompt.chain, owners, all_nodes)
         hit_segments += depth
         chosen = rng.choice([node for node in range(nodes) if best >> node & 1])
+        computed[chosen] += prompt.tokens - depth * accesses.segment_tokens
         bit = 1 << chosen
         unused &= ~bit
         for segment in prompt.chain:
             owners[segment] = owners.get(segment, 0) | bit
         for segment in caches[chosen].touch(prompt.chain):
             owners[segment] &= ~bit
-    return _count(accesses, hit_segments)
+    return replace(_count(accesses, hit_segments), busiest=max(computed) * nodes / max(1, sum(computed)))
 
 
 def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int) -> Baselines:

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import intern_segments
-from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
+from tokenlake_bench.engine_model import EngineModel, gpus_named, model_named
 from tokenlake_bench.routing import FleetOptions, System, at_rate, systems_named
 from tokenlake_bench.routing.base import SGLANG
 from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
@@ -25,8 +25,8 @@ from tokenlake_bench.traces import MooncakeTrace
 from tokenlake_bench.workload import BuiltinWorkload, Workload
 
 TRACE_SIZE: Final = 3_000_000, 512
-"""(capacity of the pool, length of a segment) in tokens. The traces name blocks of 512 tokens, so smaller segments
-would find no more hits."""
+"""(capacity of the pool, length of a segment) in tokens. Published traces name blocks of 512 tokens, so smaller
+segments would find no more hits."""
 BUILTIN_SIZE: Final = 24_000, 64
 """The same for the built-in workload, whose conversations need more capacity, so that segments are evicted."""
 MODEL, GPU, BASELINES = "llama-3-8b", "a100-80g", "cache-aware-perfect"
@@ -142,8 +142,10 @@ class CacheHitArguments:
 
     def engine(self) -> EngineModel:
         """The engine model that gives the times of one instance."""
-        model, gpu = model_named(self.model or MODEL), gpu_named(self.gpu or GPU)
-        gpus = self.tensor_parallel
+        model, (gpu, named) = model_named(self.model or MODEL), gpus_named(self.gpu or GPU)
+        gpus = self.tensor_parallel or named
+        if named not in (None, gpus):
+            raise ConfigurationError("tensor_parallel", gpus, f"absent, or the {named} GPUs of '--gpu'")
         return EngineModel.fitting(model, gpu) if gpus is None else EngineModel(model, gpu, gpus)
 
     def options(self) -> SimulationOptions:

@@ -49,7 +49,9 @@ def bench() -> None:
     default="live",
     help="live: daemons on this machine; simulate: the daemons' rules on a simulated clock.",
 )
-@_option("--trace", type=_FILE, help="A trace in Mooncake's format or coding-agent sessions, .jsonl or .zst.")
+@_option(
+    "--trace", type=_FILE, help="Mooncake's format or coding-agent sessions, .jsonl, .gz or .zst (docs/traces.md)."
+)
 @_option("--nodes", default=3, help="Daemons to start on this machine, or simulated ones.")
 @_option("--capacity-tokens", type=int, help="Of the whole pool. [default: 3,000,000; built-in workload: 24,000]")
 @_option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
@@ -65,8 +67,8 @@ def bench() -> None:
 @_option("--route", help="simulate: the node of each request: least-loaded or round-robin. [default: the first]")
 @_option("--pools", help="simulate: forms of the pool, or all. [default: pool, and pool-real for real baselines]")
 @_option("--baselines", help="simulate: systems to compare with, all or none. [default: cache-aware-perfect]")
-@_option("--model", help="simulate: the model of an instance. [default: llama-3-8b]")
-@_option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
+@_option("--model", help="simulate: llama-3-8b or others, or a path of a config.json. [default: llama-3-8b]")
+@_option("--gpu", help="simulate: h100 or others, or H100x4 for four per instance. [default: a100-80g, as needed]")
 @_option("--tensor-parallel", type=int, help="simulate: GPUs of an instance. [default: what the model needs]")
 @_option("--chunk-tokens", type=int, help="simulate: tokens of one forward pass of an engine. [default: 2,048]")
 @_option("--balance-threshold", type=int, help="simulate: of cache-aware, in requests. [default: 32, as SGLang's]")

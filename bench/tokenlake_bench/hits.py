@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tokenlake_bench.report import format_share
+from tokenlake_bench.report import format_ratio, format_share
+
+BUSIEST = "work of the perfect router's busiest node"
 
 
 class LongPrompts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +47,16 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit`.
 
     The hit rates are hit tokens / prompt tokens. `remote_share` is the part of the pool's hit tokens that came from
-    another node; the rest are own reads. The load is defined in `balance`; it is None where no node sent anything.
-    `bytes_moved` went between nodes; `wrong_bytes` counts bytes that differ from the stored ones.
+    another node; the rest are own reads. `private_routed_busiest`: with a router that knows all caches and no queues,
+    the tokens that the node with the most work computes / the mean. The load is defined in `balance`; it is None where
+    no node sent anything. `bytes_moved` went between nodes; `wrong_bytes` differ from the stored ones.
     """
 
     token_hit_rate: float
     ideal_token_hit_rate: float
     private_token_hit_rate: float
     private_routed_token_hit_rate: float
+    private_routed_busiest: float
     remote_share: float
     load_cv: float | None
     load_max_over_mean: float | None
@@ -71,4 +75,5 @@ def hit_rows(result: CacheHitResult) -> list[tuple[str, str]]:
         "pool": result.token_hit_rate,
         "infinite cache": result.ideal_token_hit_rate,
     }
-    return [(f"hit rate, {name}", format_share(rate)) for name, rate in rates.items()]
+    busiest = f"{format_ratio(result.private_routed_busiest)} x the mean"
+    return [*((f"hit rate, {name}", format_share(rate)) for name, rate in rates.items()), (BUSIEST, busiest)]

@@ -130,6 +130,7 @@ def run_live(arguments: CacheHitArguments) -> bool:
         ideal_token_hit_rate=compared.ideal.rate,
         private_token_hit_rate=compared.private.rate,
         private_routed_token_hit_rate=compared.private_routed.rate,
+        private_routed_busiest=compared.private_routed.busiest,
         remote_share=log.remote_segments / max(1, log.hit_segments),
         load_cv=balance.cv,
         load_max_over_mean=balance.max_over_mean,
@@ -207,6 +208,7 @@ def _notes(log: ReplayLog) -> list[str]:
         f"hits that ended for a reason other than a missing segment: {_counts(cut)}",
         f"segments whose store was refused: {_counts(refused)}",
     ]
+    lines.append("what engines with queues make of it, first tokens and objectives: --mode simulate --rate N")
     if log.failures:
         lines.append(f"calls without an answer within their deadline: {log.failures:,}")
     if log.interrupted:

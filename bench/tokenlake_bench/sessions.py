@@ -111,19 +111,20 @@ class SessionTrace:
         return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = 512) -> Accesses:
-        """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
-        ConfigurationError unless `segment_tokens` is a multiple of 64, the trace's block size."""
-        if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
-            raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
-        blocks = segment_tokens // BLOCK_TOKENS
+        """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens that end
+        within a full block. A segment that ends within a block counts as shared only with prompts that share that whole
+        block. Raises ConfigurationError for a segment of less than one token."""
+        if segment_tokens < 1:
+            raise ConfigurationError("segment_tokens", segment_tokens, "at least 1")
         known: dict[tuple[int, bytes], int] = {}
         """Segment ids by (id of the previous segment, block ids of the segment). For the first segment of a prompt the
         previous id is -1 minus the number of the session."""
 
         def chain(session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
             found, before = [], -1 - session
-            for start in range(0, len(ids) - blocks + 1, blocks):
-                before = known.setdefault((before, ids[start : start + blocks].tobytes()), len(known))
+            for end in range(segment_tokens, len(ids) * BLOCK_TOKENS + 1, segment_tokens):
+                first, last = -(-(end - segment_tokens) // BLOCK_TOKENS), -(-end // BLOCK_TOKENS)
+                before = known.setdefault((before, ids[first:last].tobytes()), len(known))
                 found.append(before)
             return tuple(found)
 

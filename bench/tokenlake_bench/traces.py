@@ -1,7 +1,8 @@
-"""Mooncake's trace format: JSON lines, plain (`.jsonl`) or compressed (`.jsonl.zst`).
+"""Mooncake's trace format: JSON lines, plain (`.jsonl`) or compressed (`.jsonl.gz`, `.jsonl.zst`).
 
-A line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id per started 512-token
-block; equal ids mean equal prefixes up to and including that block. The file does not contain the tokens.
+A line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id per started block; equal
+ids mean equal prefixes up to and including that block. A block has `block_size` tokens, which is the same in all lines,
+or 512 where a line does not name it. The file does not contain the tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tokenlake_bench.trace_lines import TraceError, decoded
 from tokenlake_bench.workload import VOCABULARY, Request, stream_tokens
 
 BLOCK_TOKENS: Final = 512
+"""Tokens of a block where the lines do not name its size."""
 
 _NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
 
@@ -34,6 +36,7 @@ class _Line(msgspec.Struct, gc=False):
     input_length: Annotated[int, Meta(ge=1)]
     output_length: Annotated[int, Meta(ge=0)]
     hash_ids: list[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]]
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)] = BLOCK_TOKENS
 
 
 class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
@@ -47,8 +50,9 @@ class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
 class MooncakeTrace:
     """A trace in Mooncake's format as a workload that knows its segments without computing tokens."""
 
-    def __init__(self, name: str, requests: list[_TraceRequest], seed: int) -> None:
+    def __init__(self, name: str, requests: list[_TraceRequest], seed: int, block_tokens: int = BLOCK_TOKENS) -> None:
         self.name = name
+        self.block_tokens = block_tokens
         self._requests = requests
         self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
 
@@ -61,20 +65,27 @@ class MooncakeTrace:
     def __getitem__(self, index: int) -> Request:
         request = self._requests[index]
         keys = mix64(mix64(request.block_ids) + self._key)
-        tokens = stream_tokens(keys, BLOCK_TOKENS, VOCABULARY).reshape(-1)[: request.length]
+        tokens = stream_tokens(keys, self.block_tokens, VOCABULARY).reshape(-1)[: request.length]
         return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = BLOCK_TOKENS) -> Accesses:
-        """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens. Raises
-        ConfigurationError unless `segment_tokens` is a multiple of 512, the trace's block size."""
-        if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
-            raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
-        every = segment_tokens // BLOCK_TOKENS
-        ids: dict[int, int] = {}
+        """Returns the trace's requests, each with the ids of its full segments of `segment_tokens` tokens.
+
+        A segment that ends within a block counts as shared only with prompts that share that whole block. With segments
+        of a multiple of the block this is exact; otherwise a request's hits are too low by less than one block. Raises
+        ConfigurationError for a segment of less than one token.
+        """
+        if segment_tokens < 1:
+            raise ConfigurationError("segment_tokens", segment_tokens, "at least 1")
+        several = segment_tokens < self.block_tokens
+        ids: dict[int | tuple[int, int], int] = {}
         prompts: list[Prompt] = []
         for request in self._requests:
-            ends = request.block_ids[: request.length // BLOCK_TOKENS][every - 1 :: every].tolist()
-            chain = tuple(ids.setdefault(block, len(ids)) for block in ends)
+            ends = np.arange(1, request.length // segment_tokens + 1) * segment_tokens
+            blocks = request.block_ids[-(-ends // self.block_tokens) - 1].tolist()
+            # A block in which several segments end names each of them by its number.
+            names = zip(blocks, range(len(blocks)), strict=True) if several else blocks
+            chain = tuple(ids.setdefault(name, len(ids)) for name in names)
             prompts.append(Prompt(request.length, chain, request.at_s, request.output_length, request.conversation))
         return Accesses(segment_tokens, prompts)
 
@@ -91,8 +102,8 @@ def read_mooncake(
     Token ids are a function of (`seed`, block id, position), below `VOCABULARY`; the last block is cut to
     `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to each arrival
     and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a request whose prompt
-    contains the last full block of an earlier prompt continues that conversation (a first block, which all requests may
-    share, does not count).
+    contains the last full block of an earlier prompt continues that conversation (the first 512 tokens, which all
+    requests may share, do not count).
 
     Raises TraceError for a file that cannot be read, is empty, goes back in time, or has a malformed line;
     ConfigurationError for an argument out of range.
@@ -104,14 +115,15 @@ def read_mooncake(
     path = Path(path)
     lines = _parse(path, limit)
     arrivals = _jittered([line.timestamp / 1_000 for line in lines], jitter_s, seed)
-    conversations = _conversations(lines)
+    block_tokens = lines[0].block_size
+    conversations = _conversations(lines, block_tokens)
     requests = [
         _TraceRequest(
             at_s, conversation, line.input_length, line.output_length, np.array(line.hash_ids, dtype=np.uint64)
         )
         for at_s, conversation, line in zip(arrivals, conversations, lines, strict=True)
     ]
-    return MooncakeTrace(path.name, requests, seed)
+    return MooncakeTrace(path.name, requests, seed, block_tokens)
 
 
 def _parse(path: Path, limit: int | None) -> list[_Line]:
@@ -121,9 +133,14 @@ def _parse(path: Path, limit: int | None) -> list[_Line]:
     for number, line in decoded(msgspec.json.Decoder(_Line), path):
         if line.timestamp < earliest:
             raise TraceError(path, f"timestamp: expected at least {earliest:g}, got {line.timestamp:g}", number)
-        blocks = -(-line.input_length // BLOCK_TOKENS)
+        size = line.block_size
+        if lines and size != lines[0].block_size:
+            raise TraceError(
+                path, f"block_size: expected {lines[0].block_size}, that of the first line; got {size}", number
+            )
+        blocks = -(-line.input_length // size)
         if len(line.hash_ids) != blocks:
-            problem = f"hash_ids: expected {blocks}, one per started {BLOCK_TOKENS}-token block of the prompt"
+            problem = f"hash_ids: expected {blocks}, one per started {size}-token block of the prompt"
             raise TraceError(path, f"{problem}; got {len(line.hash_ids)}", number)
         earliest = line.timestamp
         lines.append(line)
@@ -134,12 +151,13 @@ def _parse(path: Path, limit: int | None) -> list[_Line]:
     return lines
 
 
-def _conversations(lines: list[_Line]) -> list[int]:
+def _conversations(lines: list[_Line], block_tokens: int) -> list[int]:
+    common = max(1, BLOCK_TOKENS // block_tokens)
     ended_at: dict[int, int] = {}
     numbers: list[int] = []
     started = 0
     for line in lines:
-        full = line.hash_ids[1 : line.input_length // BLOCK_TOKENS]
+        full = line.hash_ids[common : line.input_length // block_tokens]
         number = next((ended_at[block] for block in reversed(full) if block in ended_at), None)
         if number is None:
             number = started

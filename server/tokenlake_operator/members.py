@@ -23,7 +23,7 @@ from tokenlake_server.membership import Account, static_members
 from tokenlake_server.tables import print_rows
 
 if TYPE_CHECKING:
-    # grpcio is an extra, which a static list does not need.
+    # Imported where it is called: a static list needs no gRPC.
     from tokenlake_client.control import Control
     from tokenlake_proto.v1 import admin_pb2 as pb
     from tokenlake_server.membership.etcd_client import Etcd

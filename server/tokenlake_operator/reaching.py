@@ -50,7 +50,7 @@ from tokenlake_server.peers.identity import node_of
 from tokenlake_server.start.config_file import read_foreign_file
 
 if TYPE_CHECKING:
-    # grpcio is an extra, which a list of members does not need.
+    # Imported where it is called: a list of members needs no gRPC.
     from tokenlake_client.control import Control
 
 SUFFIX = ".control"
@@ -309,7 +309,7 @@ def _why(places: Sequence[str], failures: Sequence[tuple[str, Unreachable]]) -> 
         return f"{text}; there are daemons here with --node {' or --node '.join(others)}"
     return (
         f"{text}; start one with `tokenlake serve`, name its file with --config, or give --node HOST:PORT (its setting "
-        "'control') with a certificate. A daemon without `pip install 'tokenlake[control]'` has no control plane"
+        "'control') with a certificate"
     )
 
 

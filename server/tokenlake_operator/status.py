@@ -43,7 +43,7 @@ def status(target: Target, as_json: bool) -> None:
                 "cluster": plain(first.cluster),
                 "nodes": {node.name: plain(node.status) for node in nodes},
                 "not_asked": silent,
-                "findings": [each._asdict() for each in findings],
+                "findings": [each.plain() for each in findings],
             }
             click.echo(json.dumps(answer))
         else:

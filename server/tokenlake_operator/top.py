@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Group
 from rich.live import Live
 
 from tokenlake.errors import TokenLakeError
@@ -19,7 +18,7 @@ from tokenlake_operator.reaching import Target, one_line, operates
 from tokenlake_operator.status import ASKED, SAVED, TOKENS, memory_used
 from tokenlake_operator.words import amount, per_second, share, span
 from tokenlake_proto.v1 import admin_pb2 as pb
-from tokenlake_server.tables import made_table, print_rows
+from tokenlake_server.tables import PackedTables, print_rows
 
 SHOWN = 8
 """Maximum number of prefixes, and of calls, on one screen."""
@@ -76,8 +75,7 @@ def top(target: Target, once: bool, interval: float, as_json: bool) -> None:
         with Live(auto_refresh=False, screen=True) as live:
             try:
                 for screen in screens:
-                    tables = [made_table(columns, rows, title) for title, columns, rows in _tables(screen)]
-                    live.update(Group(*tables), refresh=True)
+                    live.update(PackedTables(_tables(screen)), refresh=True)
             except KeyboardInterrupt:
                 return
 
@@ -193,18 +191,26 @@ Rows = list[tuple[str, ...]]
 
 def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """(title, columns, rows) of each table."""
-    columns = ("node", "used", "of", "engines", "processes", "matches/s", "tokens/s", *TOKENS, "saved")
+    columns = ("node", "used", "of", "tokens/s", *TOKENS, "saved")
     yield (
-        time.strftime("%H:%M:%S"),
-        (*columns, "read", "written", "received", "sent", "evicted/s", "refused/s"),
+        f"{time.strftime('%H:%M:%S')}, nodes",
+        (
+            *columns,
+            "read",
+            "written",
+            "received",
+            "sent",
+            "evicted/s",
+            "refused/s",
+            "matches/s",
+            "engines",
+            "processes",
+        ),
         [
             (
                 each["node"],
                 amount(each["used_bytes"]),
                 amount(each["memory_bytes"]),
-                str(each["engines"]),
-                str(each["processes"]),
-                f"{each['matches_per_s']:.1f}",
                 f"{each['asked_tokens_per_s']:,.0f}",
                 *(
                     "-" if each[name] is None else share(each[name], 1)
@@ -214,6 +220,9 @@ def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
                 *(per_second(each[f"{name}_bytes_per_s"]) for name in ("read", "written", "received", "sent")),
                 f"{each['evicted_per_s']:.1f}",
                 f"{each['refused_per_s']:.1f}",
+                f"{each['matches_per_s']:.1f}",
+                str(each["engines"]),
+                str(each["processes"]),
             )
             for each in screen.nodes
         ],
@@ -233,8 +242,7 @@ def _tables(screen: Screen) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
         ],
     )
     yield (
-        f"hot prefixes: newest requests that begin with the same segment (of {screen.requests:,}, {screen.alone:,} "
-        "with one that no other has)",
+        f"hot prefixes of the newest {screen.requests:,} requests; {screen.alone:,} begin like no other",
         ("first segment", "tenant", "requests", "tokens", "supplied", "engine had", "newest request", "nodes"),
         [
             (

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -45,6 +46,7 @@ from tokenlake_server.start.start_errors import address_error
 
 log = logging.getLogger(__name__)
 
+VERSION = version("tokenlake")
 SNAPSHOT_S = 2.0
 """Seconds: when the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
 LATE = f"the control loop did not answer within {SNAPSHOT_S:.0f} s"
@@ -58,6 +60,9 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
     return Metric(f"tokenlake_{name}", help, *labels, kind="gauge")
 
 
+NODE = _gauge(
+    "node_info", "1. `peer`: the name of this node, as `tokenlake_peer_state` of others has it", "peer", "version"
+)
 STARTED = _gauge("start_time_seconds", "Time of the daemon's start, in seconds since 1970")
 ENGINES = _gauge("engines", "Engines (sessions) that are connected, or of which a process may still access the arena")
 PROCESSES = _gauge("processes", "Processes of these engines, such as a scheduler and ranks: one connection each")
@@ -185,6 +190,7 @@ class Snapshot:
         connected = sum(each.state in ("connected", "other ring") for each in peers.values())
         vacancy = core.vacancy()
         self.gauges = [
+            Level(NODE, (core.config.node, VERSION), 1),
             Level(ENGINES, (), engines),
             Level(PROCESSES, (), processes),
             Level(PEERS_CONNECTED, (), connected),

@@ -9,13 +9,14 @@ import pytest
 
 from tokenlake.errors import ConfigurationError
 from tokenlake.opaque_layout import understood
-from tokenlake_bench.engine_model import GPUS, MODELS, Chunk, EngineModel, Gpu, Model, gpu_named, model_named
+from tokenlake_bench.engine_model import GPUS, MODELS, Chunk, EngineModel, Gpu, Model, gpus_named, model_named
+from tokenlake_bench.engine_model.layers import FeedForward, GroupedAttention
 from tokenlake_server.start.models import MODELS as CACHES
 
 LLAMA_2_70B = dataclasses.replace(MODELS["llama-3-70b"], vocabulary=32_000)
-LLAMA_3_70B_FP8 = dataclasses.replace(MODELS["llama-3-70b"], weight_bytes=1)
+LLAMA_3_70B_FP8 = dataclasses.replace(MODELS["llama-3-70b"], weight_bytes=1, fp8=True)
 
-TINY = Model(name="tiny", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10)
+TINY = Model("tiny", 4, 10, ((2, GroupedAttention(4, 2, 1, 2)),), ((2, FeedForward(4, 8)),))
 """Per layer 48 parameters of attention and 96 of the feed-forward network; 40 in the output layer; 16 bytes of cache
 per token."""
 
@@ -40,7 +41,7 @@ PLAIN = Gpu(
 
 
 def test_what_the_tiny_model_weighs() -> None:
-    assert TINY.layer_parameters == 2 * (48 + 96)
+    assert TINY.active_parameters == TINY.common_parameters == 2 * (48 + 96)
     assert TINY.output_parameters == 40
     assert TINY.stored_parameters == 2 * (48 + 96) + 80
     assert TINY.cache_bytes == 2 * 2 * 2 * 2
@@ -110,7 +111,7 @@ def test_an_instance_has_as_many_gpus_as_its_weights_need(model: str, gpu: str, 
 def test_the_cache_has_the_memory_beside_the_weights() -> None:
     assert EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"]).cache_tokens == pytest.approx(427_000, abs=500)
     wide = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"], 16)
-    free = 16 * 0.9 * 80e9 - wide.model.stored_parameters * 2
+    free = 16 * 0.9 * 80e9 - wide.model.stored_bytes
     assert wide.cache_tokens == int(free / (2 * wide.model.cache_bytes)), "two GPUs hold each cache element"
 
 
@@ -159,11 +160,16 @@ def test_decode_steps_as_published(
     assert step == pytest.approx(published_s, rel=0.12)
 
 
-def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(ConfigurationError, match="'model' is 'gpt'; expected llama-2-7b or llama-3-8b"):
-        model_named("gpt")
-    with pytest.raises(ConfigurationError, match="'gpu' is 'tpu'; expected a100-80g or h100 or h200"):
-        gpu_named("tpu")
+def test_gpus_are_named_alone_or_several() -> None:
+    assert gpus_named("H100x4") == (GPUS["h100"], 4)
+    assert gpus_named("a100") == (GPUS["a100-80g"], None)
+    assert gpus_named("mi300x") == (GPUS["mi300x"], None)
+    assert gpus_named("MI300Xx8") == (GPUS["mi300x"], 8)
+    assert gpus_named("L40S") == (GPUS["l40s"], None)
+    known = "a100-80g, h100, h200, b200, l40s, mi300x, or several of one as H100x4"
+    for text in ("tpu", "h100x", "h100x0", "x4", ""):
+        with pytest.raises(ConfigurationError, match=f"'gpu' is '{text}'; expected {known}"):
+            gpus_named(text)
     with pytest.raises(ConfigurationError, match="tensor_parallel"):
         EngineModel(TINY, PLAIN, 3)
 

@@ -174,7 +174,7 @@ def test_arguments_out_of_range_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(arguments))):
             read(tmp_path, GOOD, **arguments)
     with pytest.raises(ConfigurationError, match="segment_tokens"):
-        read(tmp_path, GOOD).accesses(100)
+        read(tmp_path, GOOD).accesses(0)
 
 
 def test_the_format_is_told_by_the_first_line(tmp_path: Path) -> None:
@@ -184,10 +184,11 @@ def test_the_format_is_told_by_the_first_line(tmp_path: Path) -> None:
     assert isinstance(read_trace(write(tmp_path / "b.jsonl.zst", [GOOD])), SessionTrace)
     (prompt,) = mooncake.accesses(1024).prompts
     assert (prompt.tokens, prompt.chain, prompt.output_tokens) == (1_030, (0,), 5)
-    with pytest.raises(ConfigurationError, match="segment_tokens"):
-        mooncake.accesses(256)
-    with pytest.raises(TraceError, match="line 1"):
-        read_trace(write(tmp_path / "c.jsonl", ["broken"]))
+    for number, other in enumerate(["broken", [1], {"a": 1}]):
+        with pytest.raises(TraceError, match=r"line 1: expected a trace in Mooncake's format or of .*docs/traces.md"):
+            read_trace(write(tmp_path / f"c{number}.jsonl", [other]))
+    with pytest.raises(TraceError, match="--from bailian"):
+        read_trace(write(tmp_path / "d.jsonl", [line | {"parent_chat_id": -1}]))
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_options_of_engines_and_router_reach_pool_and_routers() -> None:
     ("mode", "arguments", "message"),
     [
         ("simulate", ["--model", "gpt-5"], "setting 'model' is 'gpt-5'"),
-        ("simulate", ["--gpu", "b200"], "setting 'gpu' is 'b200'"),
+        ("simulate", ["--gpu", "tpu"], "setting 'gpu' is 'tpu'"),
         ("simulate", ["--baselines", "fifo"], "setting 'baselines' is 'fifo'"),
         ("simulate", ["--pools", "pond"], "setting 'pools' is 'pond'"),
         ("simulate", ["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 import zstandard
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.baselines import infinite_cache, intern_segments
+from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import TraceError
 from tokenlake_bench.traces import read_mooncake
 from tokenlake_bench.workload import Request
@@ -24,7 +29,8 @@ def line(at_ms: float, length: int, ids: list[int]) -> dict[str, Any]:
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
     text = "".join(json.dumps(each) + "\n" for each in lines).encode()
-    path.write_bytes(zstandard.compress(text) if path.suffix == ".zst" else text)
+    packed = {".zst": zstandard.compress(text), ".gz": gzip.compress(text)}
+    path.write_bytes(packed.get(path.suffix, text))
     return path
 
 
@@ -56,11 +62,12 @@ def test_the_seed_decides_the_tokens(tmp_path: Path) -> None:
 def test_compressed_and_plain_files_read_alike(tmp_path: Path) -> None:
     lines = [line(number, 512 * 40, list(range(number, number + 40))) for number in range(500)]
     plain = read_mooncake(write(tmp_path / "trace.jsonl", lines))
-    packed = read_mooncake(write(tmp_path / "trace.jsonl.zst", lines))
-    assert len(plain) == len(packed) == 500
-    for a, b in zip(plain, packed, strict=True):
-        assert a.at_s == b.at_s
-        assert np.array_equal(a.tokens, b.tokens)
+    for name in ("trace.jsonl.zst", "trace.jsonl.gz"):
+        packed = read_mooncake(write(tmp_path / name, lines))
+        assert len(plain) == len(packed) == 500
+        for a, b in zip(plain, packed, strict=True):
+            assert a.at_s == b.at_s
+            assert np.array_equal(a.tokens, b.tokens)
 
 
 def test_empty_lines_and_unknown_fields_are_passed_over(tmp_path: Path) -> None:
@@ -127,7 +134,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "other.jsonl.zst": (b"not compressed at all", "expected zstd data"),
         "empty.jsonl": (b"", "at least one request"),
         "empty.jsonl.zst": (b"", "at least one request"),
-        "trace.csv": (b"a,b", ".jsonl or .jsonl.zst"),
+        "other.jsonl.gz": (b"not compressed at all", "expected gzip data"),
+        "cut.jsonl.gz": (gzip.compress(json.dumps(GOOD).encode() * 50)[:-9], "expected gzip data"),
+        "trace.csv": (b"a,b", "Mooncake's format or of coding-agent sessions, in a file named .jsonl, .jsonl.gz"),
     }
     for name, (content, problem) in files.items():
         (tmp_path / name).write_bytes(content)
@@ -143,3 +152,76 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_an_argument_out_of_range_is_named(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=field):
         read(tmp_path, [GOOD], **{field: value})
+
+
+# -- block sizes
+
+
+def blocks(text: str, size: int) -> dict[str, Any]:
+    """A request whose prompt has 64 tokens per letter, with blocks of `size` tokens: an id per started one, and equal
+    ids for equal prefixes."""
+    length = 64 * len(text)
+    ends = [min(length, end) for end in range(size, length + size, size)]
+    ids = [int.from_bytes(hashlib.sha256(f"{text[: -(-end // 64)]} {end}".encode()).digest()[:6]) for end in ends]
+    return {"timestamp": 0, "input_length": length, "output_length": 5, "hash_ids": ids, "block_size": size}
+
+
+TEXTS = [
+    "aaaaaaaaaaaaaaaaaaaabb",
+    "aaaaaaaaaaaaaaaabbbb",
+    "aaaaaaaaaaaaaaaaaaaabbbbbb",
+    "bbbbbbbb",
+    "aaaaaaaaab",
+    "aaaaaaaaac",
+]
+
+
+@pytest.mark.parametrize("segment", [16, 100, 192, 256, 512, 700])
+@pytest.mark.parametrize("size", [16, 64, 192, 512])
+def test_segments_of_any_size_are_told_apart_as_tokens(tmp_path: Path, size: int, segment: int) -> None:
+    """The ids of segments are those that the tokens give, for every size of blocks and of segments."""
+    trace = read_mooncake(write(tmp_path / "trace.jsonl", [blocks(text, size) for text in TEXTS]))
+    assert (
+        trace.accesses(segment).prompts
+        == intern_segments(
+            (dataclasses.replace(each, output_tokens=np.zeros(5, dtype=np.uint32)) for each in trace), segment
+        ).prompts
+    )
+
+
+@pytest.mark.parametrize("segment", [256, 512, 1024])
+def test_block_sizes_differ_by_rounding_alone(tmp_path: Path, segment: int) -> None:
+    """The same requests with blocks of 16 and of 512 tokens share the same segments where both divide them, and at
+    most one block less per request where they do not."""
+    fine, coarse = (
+        read_mooncake(write(tmp_path / f"{size}.jsonl", [blocks(text, size) for text in TEXTS])).accesses(segment)
+        for size in (16, 512)
+    )
+    hits = [infinite_cache(each).hit_tokens for each in (fine, coarse)]
+    if segment % 512 == 0:
+        assert [prompt.chain for prompt in fine.prompts] == [prompt.chain for prompt in coarse.prompts]
+    assert 0 <= hits[0] - hits[1] < 512 * len(TEXTS)
+    assert hits[0] > 0
+
+
+def test_a_file_has_one_block_size(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 2: block_size: expected 16, that of the first line; got 512"):
+        read(tmp_path, [blocks("a", 16), GOOD])
+    with pytest.raises(TraceError, match="line 1: hash_ids: expected 63, one per started 16-token block"):
+        read(tmp_path, [GOOD | {"block_size": 16}])
+
+
+def test_only_times_of_traces_without_a_block_size_are_spread(tmp_path: Path) -> None:
+    lines = [line(3_000, 600, [number, number + 100]) for number in range(9)]
+    rounded = read_trace(write(tmp_path / "a.jsonl", lines), jitter_s=3.0)
+    assert len({request.at_s for request in rounded}) == 9
+    exact = [each | {"block_size": 512} for each in lines]
+    assert {request.at_s for request in read_trace(write(tmp_path / "b.jsonl", exact), jitter_s=3.0)} == {3.0}
+
+
+def test_conversations_go_on_with_any_block_size(tmp_path: Path) -> None:
+    texts = ["aaaaaaaabb", "aaaaaaaacc", "aaaaaaaabbdd", "aaaaaaaaee"]
+    for size in (16, 64, 512):
+        assert [each.conversation for each in read(tmp_path, [blocks(text, size) for text in texts])][2] == (
+            0 if size < 512 else 2
+        ), "the first 512 tokens are common to all"

@@ -1,7 +1,7 @@
 """The parts of `deploy/` that are generated: `python -m tests.deploy.generated` writes them.
 
-The settings of the daemon in the chart's `values.schema.json`, and plain manifests, which the chart makes of its
-examples.
+The settings of the daemon in the chart's `values.schema.json`; the dashboard; the addresses of the alerts' runbooks;
+and plain manifests, which the chart makes of its examples.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from tests.deploy.chart import CHART, EXAMPLES, MANIFESTS, NAMESPACE, example, files
+from tests.deploy.chart import CHART, EXAMPLES, MANIFESTS, NAMESPACE, ROOT, example, files
+from tests.deploy.dashboard import dashboard
 from tokenlake.config import ServerConfig
 from tokenlake.config.kinds import Size
 from tokenlake.config.setting import settings_of
+from tokenlake.documentation import page
 
 SCHEMA = CHART / "values.schema.json"
 OF_THE_CHART = re.compile(
@@ -25,6 +27,8 @@ OF_THE_CHART = re.compile(
     "unencrypted_beyond_loopback|disk|state_directory"
 )
 """The settings that other values of the chart give."""
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+DASHBOARD = ROOT / "deploy" / "grafana" / "tokenlake.json"
 _LIST = {"type": ["string", "array"], "items": {"type": ["string", "integer"]}}
 
 
@@ -60,6 +64,13 @@ def schema() -> str:
     return json.dumps(text, indent=2) + "\n"
 
 
+def alerts() -> dict[Path, str]:
+    """By path, the rules and their tests with the address of the runbook, whose sections they name."""
+    files = PROMETHEUS / "rules.yml", PROMETHEUS / "tests.yml"
+    address = page("operations/runbook#")
+    return {path: re.sub(r'(?<=runbook_url: ").*#', address, path.read_text()) for path in files}
+
+
 def manifests() -> dict[Path, str]:
     """By path, the manifests of each example, and what Kustomize needs to build on them."""
     made = {}
@@ -78,6 +89,9 @@ def manifests() -> dict[Path, str]:
 
 def main() -> None:
     SCHEMA.write_text(schema())
+    DASHBOARD.write_text(dashboard())
+    for path, text in alerts().items():
+        path.write_text(text)
     for path, text in manifests().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

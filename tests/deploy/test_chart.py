@@ -31,6 +31,7 @@ from tests.deploy.chart import (
 )
 from tests.deploy.generated import SCHEMA, manifests, schema
 from tests.deploy.pod_security import violations
+from tests.house.version import stated
 from tests.kernel_files import kernel_files
 from tests.server.test_memory_limit import BEYOND, OF_A_SEGMENT
 from tokenlake.config import ServerConfig, load_config, parse_size
@@ -238,7 +239,7 @@ def test_huge_pages_are_beside_the_limit() -> None:
 
 def test_the_figure_of_the_page() -> None:
     _, daemon = daemon_of(objects({"memory": "64GiB"}))
-    page = (ROOT / "docs" / "deploy.md").read_text()
+    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
     assert f"`memory: 64GiB` gives {mebibytes(daemon['resources']['limits']['memory']):,} MiB" in page
 
 
@@ -356,6 +357,9 @@ def test_rules_and_metrics_meet() -> None:
     others = [each for each in made if each["kind"] == "Service" and each is not service]
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     assert not [each for each in others if wanted <= each["metadata"]["labels"].items()]
+    for each in (monitor, one(made, "ServiceMonitor", f"{NAMESPACE}-engine")):
+        (endpoint,) = each["spec"]["endpoints"]
+        assert {"targetLabel": "cluster", "replacement": "tokenlake"} in endpoint["relabelings"]
 
 
 def test_a_user_of_openshift() -> None:
@@ -377,5 +381,5 @@ def test_kustomize_builds_on_the_manifests(name: str, tmp_path: Path) -> None:
     built = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, check=True).stdout
     made = [each for each in yaml.safe_load_all(built) if each]
     assert len(made) == len(objects(example(name)))
-    assert daemon_of(made)[1]["image"] == "registry.example/tokenlake:0.1.0"
+    assert daemon_of(made)[1]["image"] == f"registry.example/tokenlake:{stated()}"
     assert {each["metadata"].get("namespace", "llm") for each in made} == {"llm"}

@@ -23,7 +23,6 @@ from tokenlake_testing.etcd import etcd_version
 from tokenlake_testing.network import Network
 
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: make install-chart")
-pytest.importorskip("grpc")
 
 pytestmark = [pytest.mark.live, pytest.mark.rest, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 

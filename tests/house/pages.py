@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import tokenlake_server.start.daemon
 import tokenlake_server.tracing  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
+from tokenlake.memory.region import RegionShape
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.common import page_counts
 from tokenlake_client.engines.common.page_settings import PageSettings
@@ -29,6 +30,7 @@ from tokenlake_client.engines.sglang import metrics as sglang_metrics
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
+from tokenlake_server.start import models
 from tokenlake_server.start.config_command import config
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +42,8 @@ class Part(NamedTuple):
     page: str
     name: str
     text: Callable[[], str]
+    module: str = "tests.house.pages"
+    """The module that writes it."""
 
 
 def metrics() -> str:
@@ -110,6 +114,39 @@ def sizes_of_models() -> str:
     return f"```\n{printed.output}```\n"
 
 
+SIZED = (
+    *("Llama-3.1-8B", "Llama-3.1-8B fp8", "Qwen3-32B", "Llama-3-70B", "Qwen3-235B-A22B", "gpt-oss-120b"),
+    *("GLM-4.5-Air", "DeepSeek-V3"),
+)
+"""The models of the tables for sizing."""
+
+
+def nodes_by_model() -> str:
+    """For each model, what a conversation takes and how many nodes hold 10,000 of them, as a table in Markdown."""
+    rows = [
+        "| model | MiB per 1,000 tokens | tokens in 64 GiB | in 512 GiB | MiB of a conversation of 8,000 tokens | "
+        "conversations in 512 GiB | nodes of 512 GiB for 10,000 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in models.MODELS:
+        if model.name in SIZED:
+            layout = model.layout()
+            slots, few = (RegionShape(gib * models.GIB, layout.segment_bytes).slots for gib in (512, 64))
+            mib, each = layout.segment_bytes / models.MIB, -(-8000 // layout.segment_tokens) + model.prompt_segments
+            held = slots // each
+            rows.append(
+                f"| {model.name} | {1000 / layout.segment_tokens * mib:,.0f} | {few * layout.segment_tokens:,} | "
+                f"{slots * layout.segment_tokens:,} | {each * mib:,.0f} | {held:,} | {-(-10_000 // held)} |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def scrape_configuration() -> str:
+    """The example of a configuration of Prometheus, without its comments, as a block of a page."""
+    lines = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text().splitlines(keepends=True)
+    return f"```yaml\n{''.join(line for line in lines if not line.lstrip().startswith('#'))}```\n"
+
+
 def packages() -> str:
     """Every package of the product, with the first paragraph of its docstring, as a table in Markdown."""
     rows = ["| package | what it is |", "|---|---|"]
@@ -121,9 +158,20 @@ def packages() -> str:
     return "\n".join(rows) + "\n"
 
 
+def decisions() -> str:
+    """The decisions by number, with the first lines of their pages."""
+    rows = ["| number | decision |", "|---|---|"]
+    for page in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
+        rows.append(f"| {page.name[:3]} | [{page.read_text().partition(chr(10))[0].removeprefix('# ')}]({page.name}) |")
+    return "\n".join(rows) + "\n"
+
+
 PARTS = (
+    Part("docs/decisions/README.md", "decisions", decisions),
     Part("docs/structure.md", "packages", packages),
-    Part("docs/operations.md", "sizes of models", sizes_of_models),
+    Part("docs/operations/sizing.md", "sizes of models", sizes_of_models),
+    Part("docs/operations/sizing.md", "nodes by model", nodes_by_model),
+    Part("docs/operations/grafana.md", "configuration of Prometheus", scrape_configuration),
     Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
     Part("docs/reference.md", "metrics of a daemon", metrics),
     Part("docs/reference.md", "methods of the control plane", services),
@@ -140,7 +188,7 @@ PARTS = (
 
 def renewed(part: Part, page: str) -> str:
     """The text of the page with the part replaced. Raises ValueError where the page lacks the comments."""
-    begin = f"<!-- begin {part.name}; `python -m tests.house.pages` writes this table -->\n"
+    begin = f"<!-- begin {part.name}; `python -m {part.module}` writes this table -->\n"
     end = f"<!-- end {part.name} -->\n"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(page)) != 1:
@@ -148,9 +196,9 @@ def renewed(part: Part, page: str) -> str:
     return pattern.sub(lambda _: begin + part.text() + end, page)
 
 
-def main() -> None:
+def write(parts: Iterable[Part]) -> None:
     """Write every part that differs."""
-    for part in PARTS:
+    for part in parts:
         path = ROOT / part.page
         page = path.read_text()
         fresh = renewed(part, page)
@@ -160,4 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write(PARTS)

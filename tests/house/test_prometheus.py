@@ -1,5 +1,5 @@
-"""The rules for Prometheus, the dashboard and the runbook: they use declared metrics only, and `promtool` accepts and
-tests them."""
+"""The rules for Prometheus and the runbook: they use declared metrics only, and `promtool` accepts and tests them. The
+dashboard: `tests/deploy`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.house.pages import ROOT  # imports every module that declares a metric
+from tokenlake.documentation import page
 from tokenlake.metrics import Metric
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
-RUNBOOK = ROOT / "docs" / "operations.md"
-DASHBOARD = ROOT / "deploy" / "grafana" / "tokenlake.json"
+OPERATIONS = ROOT / "docs" / "operations"
+RUNBOOK = OPERATIONS / "runbook.md"
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=str(Path(sys.executable).parent))
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: make install-tools")
 
@@ -48,25 +49,19 @@ def known() -> set[str]:
 
 
 def queries() -> list[str]:
-    """The queries of the runbook."""
-    blocks: list[str] = re.findall(r"^ *```promql\n(.*?)^ *```$", RUNBOOK.read_text(), re.DOTALL | re.MULTILINE)
+    """The queries of the pages of operations, most of them of the runbook."""
+    text = "".join(page.read_text() for page in sorted(OPERATIONS.glob("*.md")))
+    blocks: list[str] = re.findall(r"^ *```promql\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     return [" ".join(block.split()) for block in blocks]
 
 
-def panels() -> list[str]:
-    """The queries of the dashboard."""
-    board = json.loads(DASHBOARD.read_text())
-    return [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-
-
 def test_every_metric_is_declared() -> None:
-    used = [rule["expr"] for kind in ("record", "alert") for rule in rules(kind)] + queries() + panels()
+    used = [rule["expr"] for kind in ("record", "alert") for rule in rules(kind)] + queries()
     assert len(queries()) > 15
-    assert len(panels()) > 5
     for text in used:
         assert "tokenlake" in text
         assert set(NAME.findall(text.replace('job="tokenlake"', ""))) <= known(), text
-    prose = set(NAME.findall(RUNBOOK.read_text())) - OTHER
+    prose = {name for page in OPERATIONS.glob("*.md") for name in NAME.findall(page.read_text())} - OTHER
     histograms = {metric.name for metric in Metric.all("histogram")}
     assert {name for name in prose if not name.endswith(("_", ":"))} <= known() | histograms
 
@@ -77,10 +72,11 @@ def test_every_alert_names_a_section_of_the_runbook() -> None:
     assert len(rules("alert")) > 10
     for rule in rules("alert"):
         annotations: dict[str, str] = rule["annotations"]  # type: ignore[assignment]
-        page, _, anchor = annotations["runbook"].partition("#")
-        assert ROOT / page == RUNBOOK
+        address, _, anchor = annotations["runbook_url"].partition("#")
+        assert f"{address}#" == page("operations/runbook#"), "run `python -m tests.deploy.generated`"
         assert anchor in anchors, rule["alert"]
         assert annotations["summary"]
+        assert annotations["description"]
 
 
 def test_every_alert_has_a_test() -> None:
@@ -92,7 +88,7 @@ def test_every_alert_has_a_test() -> None:
 @needs_promtool
 def test_promtool_accepts_the_files_and_the_queries(tmp_path: Path) -> None:
     written = tmp_path / "queries.yml"
-    recorded = [{"record": f"query:{number}", "expr": text} for number, text in enumerate(queries() + panels())]
+    recorded = [{"record": f"query:{number}", "expr": text} for number, text in enumerate(queries())]
     written.write_text(json.dumps({"groups": [{"name": "queries", "rules": recorded}]}))
     for files in (["check", "rules", RULES, written], ["check", "config", RULES.parent / "prometheus.yml"]):
         done = subprocess.run([str(PROMTOOL), *map(str, files)], capture_output=True, text=True, timeout=60)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.version import stated, written
 from tokenlake.command import BENCH_COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -32,10 +33,9 @@ def project(directory: Path) -> dict[str, object]:
     return table
 
 
-def test_the_benchmarks_have_the_version_that_they_measure() -> None:
-    version, bench = project(ROOT)["version"], project(ROOT / "bench")
-    assert bench["version"] == version
-    assert f"tokenlake[server,scheduler,control]=={version}" in bench["dependencies"]  # type: ignore[operator]
+def test_all_files_state_one_version() -> None:
+    """If this fails, run `python -m tests.house.version`."""
+    assert {version for _, version in written()} == {stated()}
 
 
 def test_the_command_knows_the_names_of_the_benchmarks() -> None:
@@ -132,6 +132,11 @@ class TestWheels:
         listed = pip(binaries, "list", "--format", "freeze")
         installed = {line.partition("==")[0] for line in listed.splitlines()}
         assert installed == {"tokenlake", "numpy", "msgspec", "sortedcontainers", "xxhash"}
+
+    def test_one_extra_has_daemon_and_control_plane(self, wheel: Path, tmp_path: Path) -> None:
+        binaries = install(tmp_path / "node", Path(f"{wheel}[server]"))
+        program = "import tokenlake_server.cli, tokenlake_server.control.server, tokenlake_operator.status"
+        succeed(binaries / "python", "-c", program, cwd=tmp_path)
 
     @pytest.mark.parametrize(("name", "package"), [("serve", "'tokenlake[server]'"), ("demo", "tokenlake-bench")])
     def test_without_an_extra_it_prints_what_to_install(

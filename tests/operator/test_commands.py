@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("grpc")
-
 from tests.operator.scene import control_of, run, told
 from tests.robustness.live import (
     LAYOUT,

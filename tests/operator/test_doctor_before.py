@@ -21,8 +21,6 @@ from tokenlake_operator.doctor.machine import Machine
 from tokenlake_server.ca import init_ca, issue
 from tokenlake_testing.ports import reserve_port
 
-pytest.importorskip("grpc")
-
 Plant = Callable[[GivenNode, pytest.MonkeyPatch], object]
 SECRET = "ab" * 32
 kept: list[socket.socket] = []

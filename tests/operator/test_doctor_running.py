@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-pytest.importorskip("grpc")
-
 from tests.operator.scene import checks, control_of, examined, run
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, read, store, total, wait_until
 from tests.server import certified

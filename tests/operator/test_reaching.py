@@ -16,11 +16,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import click
-import pytest
-
-pytest.importorskip("grpc")
-
 import grpc
+import pytest
 
 from tests.operator.scene import control_of, run, told
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons

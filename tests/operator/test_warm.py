@@ -10,8 +10,6 @@ from pathlib import Path
 import click
 import pytest
 
-pytest.importorskip("grpc")
-
 from tests.operator.scene import control_of, run, told
 from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, store, wait_told
 from tokenlake.wire import Code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pty
 import signal
@@ -12,14 +11,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, pid_of, store, wait_until
-from tokenlake.config import ServerConfig, load_config
 from tokenlake.errors import ConfigurationError
-from tokenlake_server.membership import opening
 from tokenlake_server.start.config_file import read_config_file
 from tokenlake_server.start.running import IGNORED
 from tokenlake_testing.cluster import Node
@@ -223,17 +219,3 @@ def test_a_pipe_gets_every_value_whole() -> None:
     shown = run([*COMMAND, "config", "show", "--ca", path, "--certificate", path, "--key", path], COLUMNS="60")
     assert shown.stdout.count(path) == 3, shown
     assert "unencrypted_beyond_loopback" in shown.stdout
-
-
-def settings(**flags: object) -> ServerConfig:
-    return load_config(toml_text="", environ={}, flags={"node": "a", "memory": "1MiB", **flags}, uid=0).config
-
-
-async def test_a_module_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in sys.modules if each.startswith("tokenlake_server.membership.etcd")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "grpc", None)
-    thread: Any = None
-    with pytest.raises(ConfigurationError) as caught:
-        opening.open_membership(settings(etcd="127.0.0.1:1"), 1, asyncio.get_running_loop(), thread)
-    assert str(caught.value) == "setting 'etcd' needs the module 'grpc': pip install 'tokenlake[etcd]'"

@@ -1,4 +1,4 @@
-"""The configuration files of `docs/operations.md` start a cluster, and its commands give etcd TLS and a user."""
+"""The configuration files of the pages of operations start a cluster, and their commands give etcd TLS and a user."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGES = Path(__file__).parents[2] / "docs" / "operations"
 
 
 def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
     """The page's ports and sizes are replaced, since other daemons may have these ports, and the machine less
     memory."""
-    files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", (PAGES / "two-nodes.md").read_text(), re.DOTALL))
     assert sorted(files) == ["a", "b"]
     named = set(re.findall(r"127\.0\.0\.1:([0-9]+)", "".join(files.values())))
     ports = {port: str(reserve_port()) for port in named}
@@ -70,7 +70,7 @@ def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
 @pytest.mark.skipif(not all(map(shutil.which, ("etcd", "etcdctl"))), reason="no etcd and etcdctl: make install-tools")
 def test_the_etcd_of_the_page_serves_nodes(tmp_path: Path) -> None:
     """Addresses and directories are replaced, and the passwords come from no terminal."""
-    page = PAGE.read_text().partition("**With etcd**")[2]
+    page = (PAGES / "two-machines.md").read_text().partition("## The members in etcd")[2]
     commands = re.findall(r"```\n(.*?)```", page, re.DOTALL)
     ca, serve, users = (
         next(text for text in commands if begin in text) for begin in ("ca init", "etcd --data-dir", "etcdctl")

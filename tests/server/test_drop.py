@@ -1,7 +1,7 @@
 """The queries of the runbook name the cause of a drop of the hit rate: real daemons, real metrics, promtool.
 
 A scene reads in health, then with one fault. Its three scrapes become series of 80 minutes, in which the counters grow
-evenly: 65 minutes of health, then 15 with the fault. promtool evaluates the queries of docs/operations.md over them.
+evenly: 65 minutes of health, then 15 with the fault. promtool evaluates the queries of the runbook over them.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ import click
 import pytest
 from click.testing import Result
 
-pytest.importorskip("grpc")
-
 from tests.operator.scene import control_of, run, told
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, outcomes, read, store, total, wait_until
 from tokenlake.wire import Code

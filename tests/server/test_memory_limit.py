@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("grpc")
 pytest.importorskip("zmq")
 import grpc
 import zmq

@@ -272,8 +272,8 @@ def test_each_reason_is_one_finding() -> None:
 
 
 def test_each_reason_has_a_cure_and_is_in_the_runbook() -> None:
-    runbook = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    (section,) = re.findall(r"^### Engines are refused\n(.*?)^### ", runbook, re.DOTALL | re.MULTILINE)
+    runbook = (Path(__file__).parents[2] / "docs" / "operations" / "runbook.md").read_text()
+    (section,) = re.findall(r"^## Engines are refused\n(.*?)^## ", runbook, re.DOTALL | re.MULTILINE)
     rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(Reason)
     assert all(reason.cure for reason in Reason)

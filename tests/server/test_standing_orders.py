@@ -10,8 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-pytest.importorskip("grpc")
-
 from tests.robustness.live import LAYOUT, PATIENT, Prompt, match, store, total, wait_until
 from tests.server.control.scene import local
 from tests.server.scene import private

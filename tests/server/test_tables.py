@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from tokenlake_server.tables import made_table, print_rows
+from tokenlake_server.tables import PackedTables, print_rows
 
 COLUMNS = ("node", "status", "memory", "engines", "segments", "address", "uptime", "membership", "problem")
 ROW = ("node-with-a-name", "serves", "64.0GiB", "12", "1,234,567", "10.20.30.40:7463", "12.5h", "etcd", "none at all")
@@ -54,9 +54,21 @@ def test_long_texts_are_folded_between_words() -> None:
     assert " ".join(" ".join(lines[4:]).split()) == f"n1 {text}"
 
 
-def test_a_live_table_leaves_the_last_columns_out() -> None:
+@pytest.mark.parametrize("width", [1, 20, 40, 79, 80, 200])
+@pytest.mark.parametrize("height", [1, 10, 24, 60])
+def test_packed_tables_fill_a_screen(width: int, height: int) -> None:
     out = io.StringIO()
-    Console(file=out, width=60).print(made_table(COLUMNS, [ROW], "now"))
-    assert "node-with-a-name" in out.getvalue()
-    assert "problem" not in out.getvalue()
-    assert max(map(len, out.getvalue().splitlines())) <= 60
+    rows = [(*ROW[:-1], f"none {at}") for at in range(30)]
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
+        ("nodes", COLUMNS, rows),
+        ("hot prefixes", ("prefix", "tokens"), [("a\x1b[31m", "1"), ("b", "23,456")]),
+    ]
+    Console(file=out, width=width, height=height).print(PackedTables(tables), end="")
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= max(height, 5), "two titles, two lines of columns, a blank line, and rows"
+    assert max(map(len, lines)) <= width
+    assert "\x1b" not in out.getvalue()
+    if (width, height) == (80, 24):
+        assert lines[0] == "nodes (14 more)"
+        assert lines[2] == "node-with-a-name  serves  64.0GiB       12  1,234,567  10.20.30.40:7463   12.5h"
+        assert lines[-3:] == ["prefix     tokens", "a\\x1b[31m       1", "b          23,456"]

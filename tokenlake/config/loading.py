@@ -26,6 +26,7 @@ from tokenlake.config.values import (
     is_own_address,
     parse_address,
 )
+from tokenlake.documentation import page
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire.fields import MAX_ADDRESSES
 from tokenlake.wire.local_socket import default_socket
@@ -47,7 +48,7 @@ ENGINE_SETTINGS = (
 """The settings of engines that a daemon does not have."""
 OF_ENGINES = (
     "it is a setting of engines; give it in kv_connector_extra_config of vLLM or in EngineOptions of transformers "
-    "(docs/vllm.md#settings)"
+    f"({page('vllm#settings')})"
 )
 LISTING = "`tokenlake config show` lists the settings"
 

@@ -17,7 +17,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         Place,
         Setting(
             "where this node is, as labels of domains whose nodes have faster links to each other than to others, the "
-            "widest first: `row-2/rack-7/nvlink-1` ([locations](operations.md#locations-of-nodes))",
+            "widest first: `row-2/rack-7/nvlink-1` ([locations](operations/locations.md))",
             why="all links are taken for equally fast",
             default="none",
         ),

@@ -95,8 +95,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     etcd: Annotated[
         Endpoints,
         Setting(
-            "endpoints of the etcd that stores the members, in place of `peers`; needs `pip install "
-            "'tokenlake[etcd]'` and etcd 3.5.13 or later",
+            "endpoints of the etcd that stores the members, in place of `peers`; etcd 3.5.13 or later",
             why="a laptop needs no etcd",
             default="none",
         ),
@@ -165,8 +164,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         OptionalAddress,
         Setting(
             "address of the control plane (gRPC) for other machines, with mutual TLS: callers need a certificate with "
-            "a role ([roles](operations.md#the-control-plane)); needs `certificate` and "
-            "`pip install 'tokenlake[control]'`",
+            "a role ([roles](operations/control-plane.md)); needs `certificate`",
             why="most nodes are operated over their own socket",
         ),
     ] = ""
@@ -174,7 +172,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         OptionalSocketPath,
         Setting(
             "Unix socket of the control plane (gRPC) for the operator of this node: mode 0600, for the daemon's user "
-            "and root; empty turns it off. Without grpcio the daemon runs without it",
+            "and root; empty turns it off",
             why="beside the socket of engines",
             default="`socket`, with `.control` in place of `.sock`",
         ),
@@ -205,7 +203,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Disks,
         Setting(
             "devices of the disk tier: an existing directory of each, for this node alone, and the most bytes that it "
-            "may take, else 95 % of the free space ([the disk tier](operations.md#the-disk-tier))",
+            "may take, else 95 % of the free space ([the disk tier](operations/disk.md))",
             why="no directory is known to be on a fast device; caches on disk outlive the daemon",
             default="none",
         ),
@@ -251,7 +249,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             "tenants, each with `name`, `secret` (16 to 64 bytes in hexadecimal, the same on every node), `uids`, "
             "`tokens`, `quota` (limit of its share of a node's memory, above 0 to 1, default 1; at least one region) "
             "and `salt_quota` (limit of the share of that memory for the requests with one salt, above 0 to 1, default "
-            "1); from the file only ([example](operations.md#tenants-and-the-cluster-secret))",
+            "1); from the file only ([example](operations/tenants.md))",
             why="all allowed users belong to one tenant",
             default="one, `default`",
             secret=True,
@@ -262,7 +260,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             "streams of KV events for routers, each with `model`, `endpoint`, `replay`, `tenant`, `topic`, "
             "`block_tokens`, `medium`, `encoding`, `uids` and `beyond_loopback`: they show the tokens of prompts; from "
-            "the file only ([example](operations.md#routers-see-the-pool))",
+            "the file only ([example](operations/routers.md))",
             why="the tokens of prompts stay in the pool",
             default="none",
             secret=True,
@@ -281,7 +279,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         Setting(
             "PEM file with the certificate of this node, for the URI `spiffe://CLUSTER/tokenlake/node/NODE`, and any "
             "intermediate certificates; with `key` and `ca` all connections between nodes are encrypted "
-            "([certificates](operations.md#certificates))",
+            "([certificates](operations/certificates.md))",
             why="on loopback the cluster secret is enough",
         ),
     ] = ""
@@ -347,7 +345,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         AbsolutePath,
         Setting(
             "existing directory for the file `orders-NODE`, which keeps evictions and retired weights over a restart "
-            "([where else](operations.md#evictions-and-retired-weights))",
+            "([where else](operations/disk.md#evictions-and-retired-weights))",
             why="no directory is known to be writable, permanent and this node's own",
         ),
     ] = ""
@@ -355,7 +353,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         CollectorUrl,
         Setting(
             "URL of an OpenTelemetry collector, such as `http://collector:4318`, to which this node sends spans of "
-            "requests with a sampled trace, as OTLP over HTTP ([tracing](tracing.md)); needs "
+            "requests with a sampled trace, as OTLP over HTTP ([tracing](operations/tracing.md)); needs "
             "`pip install 'tokenlake[tracing]'`",
             why="no collector is known, and without one nothing is traced",
             default="none",
@@ -371,7 +369,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["text", "json"],
         Setting(
-            "form of the log on stderr: a line of text, or a JSON object, for each message ([the log](logs.md))",
+            "form of the log on stderr: a line of text, or a JSON object, for each message ([the log](operations/logs.md))",
             why="people read it first",
         ),
     ] = "text"

@@ -27,6 +27,7 @@ from tokenlake_bench.demo.arrivals import Arrivals, Served, ShortestQueue, priva
 from tokenlake_bench.demo.engine import Engine, Ran
 from tokenlake_bench.demo.plan import NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.engine.environment import check_modules
+from tokenlake_bench.other_programs import OtherPrograms
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_bytes, format_duration, format_share, output, table, verdict, write_json
 from tokenlake_bench.routing.base import Router
@@ -43,6 +44,8 @@ AFTER = 40
 """Number of requests from the kill on that show what it costs."""
 OBJECTIVE = 2.0
 """The objective of the time to the first token, in median times of an engine that has no cache and no queue."""
+QUIET = 0.1
+"""Above this part of the processors, other programs change the durations, and the output says so."""
 SHIP_MEMORY = "128MiB"
 DOCUMENTS, QUESTIONS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 3, 2, 2048, 24, 4
 WRITER, READER = 0, 1
@@ -65,7 +68,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     """How the requests were served by one arrangement of the memory. Rates are hit tokens / prompt tokens;
     `after_kill`: of the `AFTER` requests from the kill on. `in_objective`: share of the requests whose first token came
     within `DemoResult.objective_ms` of their arrival. `busier_share`: share of the requests that went to the engine
-    which served most. `equal`: requests with the tokens that the model computes without a cache."""
+    which served most. `equal`: requests with the tokens that the model computes without a cache. `others`: the part of
+    all processors that other programs used meanwhile."""
 
     hit_rate: float
     after_kill: float
@@ -75,6 +79,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     busier_share: float
     equal: int
     errors: int
+    others: float
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,12 +219,15 @@ class _Demo:
         for name, private in private_routers(NODES, self.plan.accesses.segment_tokens).items():
             with ExitStack() as stack:
                 clusters = [stack.enter_context(self._cluster(1)) for _ in range(NODES)]
+                others = OtherPrograms()
                 served, *_ = self._arrive(f"caches of their own, {name}", clusters, private)
-            figures[name.replace("-", "_").replace(" ", "_")] = self._arrangement(served)
+                figures[name.replace("-", "_").replace(" ", "_")] = self._arrangement(served, others.share())
         with self._cluster(NODES) as cluster:
+            others = OtherPrograms()
             served, lost, again_s = self._arrive(
                 "pool", [cluster], ShortestQueue(NODES, self.plan.accesses.segment_tokens)
             )
+            pool = self._arrangement(served, others.share())
             for engine in self.engines:
                 engine.flush()
             cluster.wait_ready()
@@ -232,7 +240,7 @@ class _Demo:
         controls = {number: ran for number, ran in wrong.items() if ran.hit_tokens}
         return {
             **figures,
-            "pool": self._arrangement(served),
+            "pool": pool,
             "controls": len(controls),
             "controls_changed": sum(ran.tokens != self.cold[number].tokens for number, ran in controls.items()),
             "served_again_s": again_s,
@@ -272,7 +280,7 @@ class _Demo:
             arrivals.serve(range(count), router, self.interval_s, arrived, answered)
         return sorted(served, key=lambda each: each.number), lost, again_s
 
-    def _arrangement(self, served: Sequence[Served]) -> Arrangement:
+    def _arrangement(self, served: Sequence[Served], others: float) -> Arrangement:
         half = len(served) // 2
         times = [each.ttft_s * 1e3 for each in served]
         engines = [each.engine for each in served]
@@ -286,6 +294,7 @@ class _Demo:
             busier_share=max(engines.count(engine) for engine in range(NODES)) / len(engines),
             equal=sum(self._equal(each.number, each.ran) for each in served),
             errors=sum(bool(each.ran.error) for each in served),
+            others=others,
         )
 
     def _equal(self, number: int, ran: Ran) -> bool:
@@ -415,6 +424,9 @@ def _show(console: Console, result: DemoResult, plan: DemoPlan, *, random_model:
         (f"killed node of the pool: errors {errors:,}, {again}", not errors and result.served_again_s is not None),
     ):
         console.print(verdict(text, good=good))
+    if any(each.others > QUIET for each in shown):
+        used = ", ".join(format_share(each.others) for each in shown)
+        console.print(f"Other programs used {used} of the processors meanwhile: repeat it on a quiet machine.")
     if random_model:
         console.print("The model is tiny and random: the hit rates carry over, the milliseconds do not.")
 

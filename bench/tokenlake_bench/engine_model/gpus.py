@@ -40,6 +40,8 @@ class Gpu:
     layer_s: float = 47e-6
     """Seconds per layer of a forward pass that neither memory accesses nor arithmetic explain: kernel launches,
     normalisation, sampling."""
+    mixture_factor: float = 2.0
+    """Factor by which `layer_s` is multiplied for a layer with routed experts."""
     reduce_s: float = 9e-6
     """Seconds of one all-reduce in addition to the transfer of its bytes."""
 
@@ -80,13 +82,59 @@ GPUS: Final[dict[str, Gpu]] = {
             memory_efficiency=0.80,
             **_HOPPER,
         ),
+        Gpu(
+            name="b200",
+            memory_bytes=180e9,
+            memory_rate=8.0e12,
+            flops=2250e12,
+            fp8_flops=4500e12,
+            link_rate=900e9,
+            network_rate=50e9,
+            host_rate=63e9,
+            compute_efficiency=0.62,
+            fp8_efficiency=0.52,
+            memory_efficiency=0.80,
+        ),
+        Gpu(
+            name="l40s",
+            memory_bytes=48e9,
+            memory_rate=0.864e12,
+            flops=362e12,
+            fp8_flops=733e12,
+            link_rate=31.5e9,
+            network_rate=25e9,
+            host_rate=31.5e9,
+            compute_efficiency=0.62,
+            fp8_efficiency=0.52,
+            memory_efficiency=0.80,
+        ),
+        Gpu(
+            name="mi300x",
+            memory_bytes=192e9,
+            memory_rate=5.3e12,
+            flops=1307e12,
+            fp8_flops=2615e12,
+            link_rate=448e9,
+            network_rate=50e9,
+            host_rate=63e9,
+            compute_efficiency=0.40,
+            fp8_efficiency=0.34,
+            memory_efficiency=0.80,
+        ),
     )
 }
-"""The known GPUs by name, all of them SXM boards."""
+"""The known GPUs by name: SXM or OAM boards, and the L40S, whose GPUs are connected by PCIe alone. Those of which no
+measurement was found have the efficiencies of the H100 (`docs/simulation.md`)."""
+_SHORT: Final = {"a100": "a100-80g"}
 
 
-def gpu_named(name: str) -> Gpu:
-    """The constants of the GPU with this name. Raises ConfigurationError for a name that is not in `GPUS`."""
-    if name not in GPUS:
-        raise ConfigurationError("gpu", name, " or ".join(GPUS))
-    return GPUS[name]
+def gpus_named(text: str) -> tuple[Gpu, int | None]:
+    """The GPU of a name, and the number of them that it names: `h100`, `H100x4`. Raises ConfigurationError for a name
+    that is not in `GPUS`."""
+    name, times, number = text.lower().rpartition("x")
+    if not (times and number.isdecimal() and int(number)) or text.lower() in GPUS:
+        name, number = text.lower(), ""
+    gpu = GPUS.get(_SHORT.get(name, name))
+    if gpu is None:
+        raise ConfigurationError("gpu", text, f"{', '.join(GPUS)}, or several of one as H100x4")
+    return gpu, int(number) if number else None

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model.gpus import Gpu
+from tokenlake_bench.engine_model.layers import Attention
 from tokenlake_bench.engine_model.models import CACHE_BYTES, Model
 
 RESERVED: Final = 0.10
@@ -30,7 +31,7 @@ class Chunk(NamedTuple):
 
 class EngineModel:
     """Durations of the forward passes (steps) of one instance: a model on `gpus` GPUs with tensor parallelism. Equal
-    arguments give equal times."""
+    arguments give equal times. Raises ConfigurationError where the weights leave no room for a cache."""
 
     def __init__(self, model: Model, gpu: Gpu, gpus: int = 1) -> None:
         if gpus < 1 or gpus & (gpus - 1):
@@ -38,26 +39,41 @@ class EngineModel:
         self.model = model
         self.gpu = gpu
         self.gpus = gpus
-        fp8 = model.weight_bytes == 1
-        self._matrix_flops = gpus * (gpu.fp8_flops * gpu.fp8_efficiency if fp8 else gpu.flops * gpu.compute_efficiency)
+        fp8 = gpu.fp8_flops * gpu.fp8_efficiency
+        self._matrix_flops = gpus * (fp8 if model.fp8 else gpu.flops * gpu.compute_efficiency)
         self._attention_flops = gpus * gpu.flops * gpu.compute_efficiency
         self._memory_rate = gpus * gpu.memory_rate * gpu.memory_efficiency
-        self._fixed_s = gpu.layer_s * model.layers
-        self._cache_bytes = model.cache_bytes * model.copies(gpus)
+        self._fixed_s = gpu.layer_s * (model.layers + (gpu.mixture_factor - 1) * model.mixture_layers)
+        self._cache_bytes = model.cache_bytes_on(gpus)
+        self._attention = [
+            (count, part, CACHE_BYTES * count * part.cache_elements * part.copies(gpus))
+            for count, part in model.attention
+        ]
+        if self.cache_tokens < 1:
+            raise ConfigurationError(
+                "tensor_parallel",
+                gpus,
+                f"more GPUs: the weights of {model.name} take {model.stored_bytes / 1e9:.0f} GB, and {gpus} {gpu.name} "
+                f"have {self._memory / 1e9:.0f} GB for weights and cache",
+            )
 
     @classmethod
     def fitting(cls, model: Model, gpu: Gpu) -> EngineModel:
         """An instance of the model on the fewest GPUs whose free memory the weights fill to at most two thirds."""
         gpus = 1
-        while model.stored_parameters * model.weight_bytes > gpus * gpu.memory_bytes * (1 - RESERVED) * MOST_WEIGHTS:
+        while model.stored_bytes > gpus * gpu.memory_bytes * (1 - RESERVED) * MOST_WEIGHTS:
             gpus *= 2
         return cls(model, gpu, gpus)
 
     @property
     def cache_tokens(self) -> int:
         """Number of tokens whose cache fits into the memory of the instance's GPUs beside the weights."""
-        weights = self.model.stored_parameters * self.model.weight_bytes
-        return int((self.gpus * self.gpu.memory_bytes * (1 - RESERVED) - weights) / self._cache_bytes)
+        return int((self._memory - self.model.stored_bytes) / self._cache_bytes)
+
+    @property
+    def _memory(self) -> float:
+        """Bytes of the GPUs for weights and cache."""
+        return self.gpus * self.gpu.memory_bytes * (1 - RESERVED)
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         """Seconds of one forward pass over `chunks`, which are parts of prompts, and in the same batch over one token
@@ -95,26 +111,26 @@ class EngineModel:
 
     def _matrices_s(self, tokens: int, sampled: int) -> float:
         model = self.model
-        flops = 2.0 * (tokens * model.layer_parameters + sampled * model.output_parameters)
-        nbytes = (model.layer_parameters + model.output_parameters) * model.weight_bytes
-        return max(flops / self._matrix_flops, nbytes / self._memory_rate)
+        flops = 2.0 * (tokens * model.active_parameters + sampled * model.output_parameters)
+        return max(flops / self._matrix_flops, model.bytes_read(tokens) / self._memory_rate)
 
     def _attention_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
-        flops_per_pair = self.model.layers * self.model.attention_flops
         seconds = 0.0
         for new, cached, _ in chunks:
-            # The formula counts pairs: a new token attends to the cached tokens, to the new tokens before it and to
-            # itself.
-            pairs = new * cached + new * (new + 1) / 2
-            flops = flops_per_pair * pairs
-            seconds += max(flops / self._attention_flops, self._cache_s(cached + new))
+            flops = nbytes = 0.0
+            for count, part, token_bytes in self._attention:
+                flops += count * part.prefill_flops * pairs(new, cached, part)
+                nbytes += token_bytes * min(cached + new, part.window + new if part.window else cached + new)
+            seconds += max(flops / self._attention_flops, nbytes / self._memory_rate)
         if decoding:
-            flops = float(flops_per_pair * context)
-            seconds += max(flops / self._attention_flops, self._cache_s(context))
+            flops = nbytes = 0.0
+            for count, part, token_bytes in self._attention:
+                # Of requests of different lengths the mean counts.
+                read = min(context, decoding * part.window) if part.window else context
+                flops += count * part.decode_flops * read
+                nbytes += token_bytes * read
+            seconds += max(flops / self._attention_flops, nbytes / self._memory_rate)
         return seconds
-
-    def _cache_s(self, tokens: int) -> float:
-        return tokens * self._cache_bytes / self._memory_rate
 
     def _reduce_s(self, tokens: int) -> float:
         """Seconds of the two ring all-reduces of the hidden state in each layer. With t GPUs each all-reduce sends 2 (t
@@ -124,3 +140,10 @@ class EngineModel:
         nbytes = tokens * self.model.hidden * CACHE_BYTES * 2 * (self.gpus - 1) / self.gpus
         each = nbytes / (self.gpu.link_rate * self.gpu.link_efficiency) + self.gpu.reduce_s
         return 2 * self.model.layers * each
+
+
+def pairs(new: int, cached: int, part: Attention) -> float:
+    """Pairs of a new token and a token that it attends to: the cached tokens, the new ones before it and itself, or
+    the last of these that are within the window."""
+    growing = new if not part.window else min(new, max(0, part.window - cached))
+    return growing * cached + growing * (growing + 1) / 2 + (new - growing) * part.window

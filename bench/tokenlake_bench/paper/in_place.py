@@ -229,8 +229,7 @@ class InPlaceRun(FleetRun):
 
     def _token_bytes(self) -> int:
         """Bytes of the queries of one token to one instance, and of their outputs."""
-        model = self._engine.model
-        return 2 * model.layers * model.heads * model.head_dim * CACHE_BYTES
+        return 2 * self._engine.model.query_elements * CACHE_BYTES
 
 
 def _part(chunk: Chunk, parts: int, found: int) -> tuple[int, int, int, bool]:

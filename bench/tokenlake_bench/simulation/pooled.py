@@ -28,6 +28,7 @@ from tokenlake.layout import Layout
 from tokenlake.memory import Kind, Segment, State
 from tokenlake_bench.balance import BusyLog
 from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.engine_model.models import CACHE_BYTES
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import CHUNK_TOKENS, InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
@@ -52,9 +53,10 @@ DRAIN_S = 86_400.0
 
 def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
     """A layout whose segments have as many bytes as those of the engine's model; its other fields have no effect."""
-    elements, layers = engine.model.cache_elements, engine.model.layers
+    model, layers = engine.model, engine.model.cache_layers
+    elements = model.cache_bytes // (layers * CACHE_BYTES)
     key_dim = elements // 2
-    return layout_of(engine.model.name, segment_tokens, key_dim, elements - key_dim, layers=layers, dtype="bfloat16")
+    return layout_of(model.name, segment_tokens, key_dim, elements - key_dim, layers=layers, dtype="bfloat16")
 
 
 def pool_options(

@@ -68,6 +68,7 @@ def figures_of(run: PooledRun) -> dict[str, Any]:
         "ideal_token_hit_rate": compared.ideal.rate,
         "private_token_hit_rate": compared.private.rate,
         "private_routed_token_hit_rate": compared.private_routed.rate,
+        "private_routed_busiest": compared.private_routed.busiest,
         "remote_share": figures.remote_share,
         "duplication": figures.duplication,
         "load_cv": figures.load.cv,

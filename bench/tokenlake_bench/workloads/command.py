@@ -12,6 +12,7 @@ import msgspec
 import zstandard
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.convert.cli import convert
 from tokenlake_bench.report import format_duration, format_share, output, table
 from tokenlake_bench.workloads.agent import AgentSettings, agent_sessions
 from tokenlake_bench.workloads.base import Draw, TraceLine, TraceSettings, poisson
@@ -95,7 +96,7 @@ def run_workload(name: str, out: Path, values: Mapping[str, object]) -> None:
 
 @click.group()
 def workload() -> None:
-    """Write a workload as a trace in Mooncake's format: times, lengths, ids of 512-token blocks."""
+    """Write a workload as a trace in Mooncake's format: times, lengths, ids of blocks of tokens."""
 
 
 def _command(generator: Generator) -> click.Command:
@@ -129,3 +130,4 @@ def _description(declared: object) -> str:
 
 for _generator in GENERATORS.values():
     workload.add_command(_command(_generator))
+workload.add_command(convert)

@@ -11,4 +11,5 @@
     running.py      the state of one node that answers, and engines beside it that go without the pool
     cluster.py      nodes that answer, compared                 clocks, settings, secrets, members, paths
     layouts.py      layouts of connected engines, compared
+    pages.py        the page of the documentation for each check
 """

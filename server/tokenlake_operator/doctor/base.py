@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import click
 
 from tokenlake.errors import ConfigurationError, LimitReached
+from tokenlake_operator.doctor.pages import page_of
 from tokenlake_server.tables import print_rows
 
 FOUND = 1
@@ -26,6 +27,15 @@ class Finding(NamedTuple):
     problem: str
     cure: str
 
+    @property
+    def page(self) -> str:
+        """The page of the documentation that has more on it."""
+        return page_of(self.check)
+
+    def plain(self) -> dict[str, Any]:
+        """The finding as `--json` prints it."""
+        return {**self._asdict(), "page": self.page}
+
 
 def refusal(check: str, step: Callable[[], object]) -> Iterator[Finding]:
     """Yield a finding if `step`, which is a step of a daemon's start, refuses its settings or this machine."""
@@ -40,9 +50,12 @@ def refusal(check: str, step: Callable[[], object]) -> Iterator[Finding]:
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
-    """Print findings for people."""
+    """Print findings for people, and the pages that have more on them."""
+    findings = list(findings)
     rows = [(each.severity, each.where, each.problem, each.cure) for each in findings]
     if rows:
         print_rows(("", "where", "problem", "cure"), rows)
+        for page in dict.fromkeys(each.page for each in findings):
+            click.echo(f"more: {page}")
     else:
         click.echo("no problem was found")

@@ -93,7 +93,7 @@ def examine(target: Target, machine: Machine | None = None, *, measure: bool = T
     return {
         "node": nodes[0].name if nodes else given.node if given is not None else "",
         "running": bool(nodes) or (given is not None and given.runs),
-        "findings": [each._asdict() for each in dict.fromkeys(findings)],
+        "findings": [each.plain() for each in dict.fromkeys(findings)],
         "not_checked": not_checked,
         "paths": list(_paths(nodes)),
     }
@@ -268,7 +268,7 @@ def _print(report: Mapping[str, Any]) -> None:
     if rows:
         print_rows(("from", "to", "address", "round trip", "bandwidth"), rows)
     if report["findings"] or report["running"]:
-        print_findings([Finding(**each) for each in report["findings"]])
+        print_findings(Finding(*(each[name] for name in Finding._fields)) for each in report["findings"])
     else:
         click.echo("The settings and this machine have no problem; the daemon does not run.")
     for each in report["not_checked"]:

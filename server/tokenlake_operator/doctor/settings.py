@@ -10,13 +10,6 @@ from importlib.util import find_spec
 from tokenlake.config import ServerConfig, format_size, is_loopback, parse_address
 from tokenlake_operator.doctor.base import Finding
 
-MODULES = (
-    ("etcd", "grpc", "'tokenlake[etcd]'"),
-    ("control", "grpc", "'tokenlake[control]'"),
-    ("query_engine", "torch", "'tokenlake[query]'"),
-)
-"""(setting, module that it needs, the extra that brings it)."""
-
 
 def check_settings(config: ServerConfig) -> Iterator[Finding]:
     """Yield findings about tenants, pages and connections that other machines can read, and modules that are not
@@ -79,10 +72,9 @@ def check_settings(config: ServerConfig) -> Iterator[Finding]:
             f"this machine resolves the name to {bound}, an address of its own that no other machine reaches",
             f"take the name out of the line with {bound} in /etc/hosts, or set 'listen' to the address",
         )
-    for setting, module, extra in MODULES:
-        if getattr(config, setting) and find_spec(module) is None:
-            problem = f"the module '{module}' is not installed"
-            yield Finding("error", "module", setting, problem, f"run `pip install {extra}`")
+    if config.query_engine and find_spec("torch") is None:
+        problem = "the module 'torch' is not installed"
+        yield Finding("error", "module", "query_engine", problem, "run `pip install 'tokenlake[query]'`")
 
 
 def _resolved(host: str) -> str:

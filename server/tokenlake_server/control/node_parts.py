@@ -1,4 +1,4 @@
-"""The parts of a daemon that its control plane uses. Imports no grpcio, which is an extra."""
+"""The parts of a daemon that its control plane uses. Imports no grpcio."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ FORGOTTEN_S = 600.0
 
 REFUSED_ENGINES = Metric(
     "tokenlake_refused_engines_total",
-    "Refusals of engines, each attempt of a process to connect, by [reason](operations.md#engines-are-refused)",
+    "Refusals of engines, each attempt of a process to connect, by [reason](operations/runbook.md#engines-are-refused)",
     "reason",
 )
 

@@ -63,7 +63,6 @@ from tokenlake_server.peers.measurement import PeerMeasurement
 from tokenlake_server.peers.states import PeerState
 from tokenlake_server.start.ring_follower import RingFollower
 from tokenlake_server.start.standing_orders import StandingOrders
-from tokenlake_server.start.start_errors import ModuleMissing
 
 if TYPE_CHECKING:
     from tokenlake_server.control.server import ControlServer
@@ -400,17 +399,11 @@ def _control_address_of(config: ServerConfig) -> str:
 
 
 def _control_server(config: ServerConfig) -> type[ControlServer] | None:
-    """The class of the control plane; None where it is turned off, or grpcio, an extra, is not installed."""
+    """The class of the control plane; None where it is turned off."""
     if not config.control and not config.control_socket:
         return None
-    try:
-        from tokenlake_server.control.server import ControlServer
-    except ModuleNotFoundError as error:
-        missing = ModuleMissing("control", config.control, error.name, "control")
-        if config.control:
-            raise missing from error
-        log.info("this node has no control plane: it needs %s", missing.expected)
-        return None
+    from tokenlake_server.control.server import ControlServer  # only where asked for: gRPC takes memory
+
     return ControlServer
 
 

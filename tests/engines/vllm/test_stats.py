@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import pickle
 from typing import Any
 
@@ -12,8 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.metrics import loggers
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from tests.deploy.prometheus import OF_VLLM, Engine
 from tokenlake_client.engines.vllm import TokenLakeConnector
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.stats import TokenLakeStats
@@ -57,6 +61,14 @@ def test_every_count_has_a_series_from_the_start() -> None:
         assert len(found) == 2, "one for each engine"
     for name in TIMES:
         assert series[f'vllm:tokenlake_{name}_count{{engine="1",model_name="m"}}'] == 0
+
+
+def test_vllm_has_the_metrics_of_the_dashboard() -> None:
+    """With the labels of the page that stands in for vLLM's."""
+    source = inspect.getsource(loggers)
+    assert f"labelnames = {json.dumps(list(Engine.LABELS))}" in source
+    for name in OF_VLLM:
+        assert f'name="{name}"' in source
 
 
 def test_a_growth_is_added_to_its_engine() -> None:

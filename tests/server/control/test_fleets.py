@@ -11,9 +11,6 @@ from tokenlake.errors import LimitReached
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Request
 from tokenlake.planner.router import Prefill, Start
-
-pytest.importorskip("grpc")
-
 from tokenlake_proto.v1 import scheduling_pb2 as pb
 from tokenlake_server.scheduling import fleets
 from tokenlake_server.scheduling.fleets import Fleet, Fleets

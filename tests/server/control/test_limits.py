@@ -20,9 +20,6 @@ from tokenlake_server.control.messages import MAX_KEYS
 from tokenlake_server.control.parts import count_parts
 from tokenlake_server.engines.tenants import Tenants
 
-pytest.importorskip("grpc")
-
-
 TENANTS = Tenants(
     ServerConfig(
         tenants=tuple(Tenant(name=name, secret=Secret(name.encode() * 8), tokens=(name,)) for name in ("red", "blue"))

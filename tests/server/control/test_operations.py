@@ -17,7 +17,6 @@ from tokenlake.wire.funnel import MissReason
 from tokenlake_client import MatchOptions
 from tokenlake_testing.cluster import Cluster
 
-pytest.importorskip("grpc")
 pytestmark = pytest.mark.live
 
 

@@ -17,8 +17,6 @@ from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.service import abort_with
 from tokenlake_server.control.work import Work
 
-pytest.importorskip("grpc")
-
 
 @pytest.fixture
 def work() -> Iterator[Work]:
@@ -129,9 +127,6 @@ async def test_a_read_that_failed_is_tried_again() -> None:
     with pytest.raises(OSError, match="no"):
         await shared.get()
     assert await shared.get() == 7
-
-
-pytest.importorskip("grpc")
 
 
 class Call:

@@ -75,7 +75,7 @@ app.kubernetes.io/component: engine
 {{- fail "certificates.nodes: name the machines of the DaemonSet, or set 'unencrypted' to true" -}}
 {{- end -}}
 {{- if and (eq .Values.mode "sidecar") (not .Values.engine.enabled) -}}
-{{- fail "mode: a sidecar needs an engine: set 'engine.enabled' to true, or see docs/deploy.md for a pod of your own" -}}
+{{- fail "mode: a sidecar needs an engine: set 'engine.enabled' to true, or see docs/operations/containers.md for a pod of your own" -}}
 {{- end -}}
 {{- if and .Values.engine.enabled (not .Values.engine.model) -}}
 {{- fail "engine.model: name the model that the engines serve" -}}
