@@ -369,7 +369,8 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["text", "json"],
         Setting(
-            "form of the log on stderr: a line of text, or a JSON object, for each message ([the log](operations/logs.md))",
+            "form of the log on stderr: a line of text, or a JSON object, for each message "
+            "([the log](operations/logs.md))",
             why="people read it first",
         ),
     ] = "text"

@@ -63,6 +63,7 @@ from tokenlake_server.peers.measurement import PeerMeasurement
 from tokenlake_server.peers.states import PeerState
 from tokenlake_server.start.ring_follower import RingFollower
 from tokenlake_server.start.standing_orders import StandingOrders
+from tokenlake_server.start.start_errors import ModuleMissing
 
 if TYPE_CHECKING:
     from tokenlake_server.control.server import ControlServer

@@ -1,5 +1,5 @@
-"""Spans of traced requests for OpenTelemetry, made of the events and instructions of the rules. The modules are imported
-only where the setting `otlp` asks for them."""
+"""Spans of traced requests for OpenTelemetry, made of the events and instructions of the rules. The modules are
+imported only where the setting `otlp` asks for them."""
 
 from tokenlake.metrics import Metric
 
