@@ -58,8 +58,6 @@ class Observer:
         """By session and name of a request: the span of its caller."""
         self._asked: Table = {}
         """By connection and id: the requests of engines that are not answered."""
-        self._by_name: dict[tuple[str, str], Work] = {}
-        """By tenant and name: the newest of them."""
         self._leases: Table = {}
         """By session and number, the leases of traced matches that are not given back."""
         self._lookups: Table = {}
@@ -136,14 +134,8 @@ class Observer:
             return
         work = self._current = begin(process, message)
         if work is not None:
-            self._belongs(work, process.session.tenant, message.request)
-            if work.request:
-                self._by_name[work.tenant, work.request] = work
-
-    @staticmethod
-    def _belongs(work: Work, tenant: str, request: str) -> None:
-        work.tenant, work.request = tenant, request
-        work.note({"tenant": tenant, "request": request})
+            self._works.belongs(work, process.session.tenant, message.request)
+            self._works.name(work)
 
     def _match(self, process: Process, message: engine.Match) -> Work | None:
         context = self._told.pop((process.connection, message.id), NO_TRACE) if self._told else NO_TRACE
@@ -174,8 +166,7 @@ class Observer:
         work = self._asked.get((answer.connection, message.id))
         if work is None:
             return
-        if self._by_name.get((work.tenant, work.request)) is work:
-            del self._by_name[work.tenant, work.request]
+        self._works.answered(work)
         if isinstance(message, engine.Matched):
             self._matched(work, answer.connection, message)
         elif isinstance(message, engine.Fetched):
@@ -202,7 +193,7 @@ class Observer:
             found = {"segments.found": hits}
             lease = self._works.begin("lease", SpanKind.INTERNAL, work.parent, self._leases, key, found)
             if lease is not None:
-                self._belongs(lease, work.tenant, work.request)
+                self._works.belongs(lease, work.tenant, work.request)
                 lease.session, lease.account = process.session, account
 
     def _prepared(self, work: Work, connection: int, message: engine.Prepared) -> None:
@@ -290,7 +281,7 @@ class Observer:
         current = self._current
         if current is not None and (current.tenant, current.request) == (tenant, request):
             return current
-        return self._by_name.get((tenant, request)) if request else None
+        return self._works.named(tenant, request)
 
     def _sent(self, instruction: SendToPeer) -> None:
         message = instruction.message

@@ -89,6 +89,8 @@ class Works:
         self._export = export
         self._node = node
         self._open: dict[Work, None] = {}
+        self._by_name: dict[tuple[str, str], Work] = {}
+        """By tenant and name: the newest request of an engine that is not answered."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -126,6 +128,25 @@ class Works:
         self._open[work] = None
         return work
 
+    def belongs(self, work: Work, tenant: str, request: str) -> None:
+        """Note to which request a span belongs."""
+        work.tenant, work.request = tenant, request
+        work.note({"tenant": tenant, "request": request})
+
+    def name(self, work: Work) -> None:
+        """Let `named` find a request of an engine until it is answered."""
+        if work.request:
+            self._by_name[work.tenant, work.request] = work
+
+    def named(self, tenant: str, request: str) -> Work | None:
+        """The newest request of an engine of this tenant and name that is not answered."""
+        return self._by_name.get((tenant, request))
+
+    def answered(self, work: Work) -> None:
+        """A request of an engine is answered: `named` does not find it any more."""
+        if self._by_name.get((work.tenant, work.request)) is work:
+            del self._by_name[work.tenant, work.request]
+
     def move(self, work: Work, table: Table, key: Hashable) -> None:
         """Let the end of the work be found in another table."""
         work.table.pop(work.key, None)
@@ -139,6 +160,7 @@ class Works:
         failure; empty for a success."""
         for child in list(work.children):
             self.end(child, {"outcome": "unanswered"}, "unanswered")
+        self.answered(work)
         if work.of is not None:
             work.of.children.pop(work, None)
         work.table.pop(work.key, None)
