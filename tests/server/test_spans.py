@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
-from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, daemons, read, store, wait_until
+from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, Prompt, daemons, read, store, wait_told, wait_until
 from tests.server.raw import Raw
 from tests.server.tracing_scene import Caller, named, traced_daemons
 from tokenlake.trace import CONTEXT_BYTES, NO_TRACE, checked, parse_traceparent, traceparent_of
 from tokenlake.wire import Code, engine
-from tokenlake_client import MatchOptions
+from tokenlake_client import MatchOptions, Pool
 from tokenlake_server.tracing.export import BATCH, MAX_QUEUED, Export
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.collector import Collector, Span
@@ -95,6 +95,36 @@ def test_an_engine_that_is_gone_ends_its_spans(cluster: Cluster, collector: Coll
     assert named(spans, "match")[0].outcome == "miss"
     assert named(spans, "write")[0].outcome == "given up"
     assert named(spans, "lease")[0].outcome == "given back"
+
+
+def test_ranks_belong_to_the_trace_of_their_scheduler(collector: Collector) -> None:
+    """One process matches and reserves; another one of the session fetches, and fills a part of each slot."""
+    caller, prompt = Caller(), Prompt(6, 4)
+    with traced_daemons(2, collector.url) as cluster, cluster.connect(1, LAYOUT) as scheduler:
+        session = scheduler.engine.session
+        with Pool.connect(cluster.nodes[1].socket, LAYOUT, session=session, deadlines=PATIENT) as rank:
+            keys = scheduler.prefix(prompt.tokens).keys
+            with cluster.connect(0, LAYOUT) as other:
+                assert set(other.store_all(keys[:2], prompt.fill)) == {Code.COMMITTED}
+            wait_told(cluster)
+            options = MatchOptions(request="ranks", traceparent=caller.traceparent)
+            lease = scheduler.match(keys, options, deadline_s=PATIENT_S)
+            assert lease.hits == 2
+            with rank.engine.attach(*lease.ids) as attached:
+                assert prompt.wrong(attached.fetch(deadline_s=PATIENT_S)) == 0
+            lease.release()
+            reservation = scheduler.engine.reserve(keys[2:], 2, request="ranks")
+            for pool, shards in ((rank, 1), (scheduler, 2)):
+                write = pool.engine.attach_write(reservation.id)
+                for at, slot in write.slots:
+                    prompt.fill(2 + at, slot)
+                write.commit(shards)
+                write.leave()
+            reservation.release()
+        spans = caller.wait(collector, match=1, fetch=1, transfer=1, send=1, lease=1, write=1)
+    [write_span], [fetch] = named(spans, "write"), named(spans, "fetch")
+    assert {write_span.parent, fetch.parent} == {caller.span}
+    assert (write_span.outcome, write_span.attributes["tokenlake.segments.committed"]) == ("committed", 2)
 
 
 def test_a_read_from_disk_is_a_transfer(collector: Collector, tmp_path: Path) -> None:
