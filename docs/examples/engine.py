@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 from door import LAYOUT, SHAPE, Cache, Door  # type: ignore[import-not-found]
 
-from tokenlake import Pool, TokenLakeError
+from tokenlake import Deadlines, Pool, TokenLakeError
 
+DEADLINES = Deadlines(call_s=2.0, match_s=2.0, fetch_s=10.0, grace_s=2.0)
+"""Computing takes this engine seconds, so that it may wait longer than by default, on a busy machine too."""
 EMBEDDINGS = np.random.default_rng(0).normal(0, 0.5, (256, *SHAPE[:2], SHAPE[3], SHAPE[5])).astype(np.float32)
 
 
@@ -41,7 +43,7 @@ def main() -> None:
     tokens = list(Path(document).read_bytes() + question.encode())
     begin, found = time.perf_counter(), 0
     try:
-        with Pool.connect(socket, LAYOUT) as pool:
+        with Pool.connect(socket, LAYOUT, deadlines=DEADLINES) as pool:
             door = Door(pool)
             cache, found = door.prefill(tokens, compute), door.found
     except TokenLakeError as error:

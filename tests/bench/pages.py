@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from tests.bench.test_config_file import PUBLISHED
 from tests.house.pages import Part, write
-from tokenlake_bench.engine_model import EngineModel, gpus_named, model_named
+from tokenlake_bench.engine_model import GPUS, EngineModel
+from tokenlake_bench.engine_model.config_file import model_of
 
 GIB = 1 << 30
+INSTANCES = (
+    *(("Llama-3.1-8B", "h100"), ("Qwen3-32B", "h100"), ("Llama-3.1-70B", "a100-80g"), ("Llama-3.1-70B", "h100")),
+    *(("Qwen3-235B-A22B", "h200"), ("DeepSeek-V3", "h200")),
+)
+"""The models and GPUs of the table; an instance has the fewest GPUs that leave room for a cache."""
 
 
 def break_even() -> str:
-    """For instances of which the engine model knows the speed, the rate at which a fetch takes as long as computing, as
-    a table in Markdown."""
+    """The rate at which a fetch of the cache of a prompt takes as long as computing it, as a table in Markdown."""
     rows = [
-        "| instance | prompt | computed in | bytes of its cache | as long as a fetch at |",
-        "|---|---|---|---|---|",
+        "| model | GPUs | prompt | computed in | bytes of its cache | as long as a fetch at |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, gpu in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-70b", "a100-80g")):
-        engine = EngineModel.fitting(model_named(name), gpus_named(gpu)[0])
-        for tokens in (2000, 8000, 32_000):
+    for name, gpu in INSTANCES:
+        engine = EngineModel.fitting(model_of(PUBLISHED[name].config, name), GPUS[gpu])
+        for tokens in (8000, 32_000):
             size, seconds = tokens * engine.model.cache_bytes, engine.prefill_s(tokens)
-            instance, rate = f"{name} on {engine.gpus} {gpu}", f"{size * 8 / seconds / 1e9:.0f} Gbit/s"
-            rows.append(f"| {instance} | {tokens:,} tokens | {seconds:.2f} s | {size / GIB:.2f} GiB | {rate} |")
+            rate, cache = f"{size * 8 / seconds / 1e9:.0f} Gbit/s", f"{size / GIB:.2f} GiB"
+            rows.append(f"| {name} | {engine.gpus} {gpu} | {tokens:,} tokens | {seconds:.2f} s | {cache} | {rate} |")
     return "\n".join(rows) + "\n"
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from tokenlake_testing.ports import reserve_port
 
-pytestmark = [pytest.mark.live, pytest.mark.rest]
+pytestmark = [pytest.mark.live, pytest.mark.rest, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorial.md"
 LINE = re.compile(r"([\d,]+) tokens, ([\d,]+) of them from the pool, in [\d.]+ s: answer ([0-9a-f]{8})")
-LIMIT_S = 120
+LIMIT_S = 240
 
 
 def parts(lines: list[tuple[str, str, str]]) -> list[tuple[str, str, int]]:
@@ -37,6 +37,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
         assert port in script
         script = script.replace(port, str(reserve_port()))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+    environ["TOKENLAKE_SUSPECT_MS"] = "20000"  # other tests may take the processors
     environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         ["bash", "-c", script],
