@@ -17,7 +17,8 @@ from click.testing import CliRunner
 import tokenlake_server.control.server
 import tokenlake_server.kv_events
 import tokenlake_server.nixl.transport
-import tokenlake_server.start.daemon  # noqa: F401
+import tokenlake_server.start.daemon
+import tokenlake_server.tracing  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.memory.region import RegionShape

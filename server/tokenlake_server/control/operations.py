@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -38,8 +36,6 @@ from tokenlake_server.page.tokens import MAX_S as MAX_GRANT_S
 from tokenlake_server.page.tokens import PageTokens
 from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
 from tokenlake_server.peers.states import PeerState
-
-log = logging.getLogger(__name__)
 
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
@@ -208,9 +204,7 @@ class Admin:
         if not 0 <= message.valid_s <= MAX_GRANT_S:
             raise ValueError(f"field 'valid_s' is {message.valid_s}; expected 0 to {MAX_GRANT_S:.0f} seconds")
         tenant = "" if caller.admin and not message.tenant else caller.target(message.tenant).name
-        valid_s = message.valid_s or GRANT_S
-        token = self._page_tokens.grant(tenant, valid_s)
-        log.info("'%s' was granted the page for %.0f s (tenant '%s')", caller.name, valid_s, tenant or "all")
+        token = self._page_tokens.grant(tenant, message.valid_s or GRANT_S)
         return pb.GrantPageResponse(token=token, address=self._node.page_address)
 
     async def measure_peer(self, caller: Caller, message: pb.MeasurePeerRequest) -> pb.MeasurePeerResponse:
@@ -226,16 +220,14 @@ class Admin:
         """Let a node leave."""
         node = "" if message.node == self._node.config.node else message.node
         self.awaited |= message.wait and not node
-        with _logged(caller, f"the drain of node '{message.node or self._node.config.node}'"):
-            await self._bridge.coroutine(lambda: self._node.membership.drain(node))
+        await self._bridge.coroutine(lambda: self._node.membership.drain(node))
         return pb.DrainResponse()
 
     async def remove(self, caller: Caller, message: pb.RemoveRequest) -> pb.RemoveResponse:
         """Remove a node that is gone."""
         if not message.node:
             raise ValueError("field 'node' is empty; expected the name of a node")
-        with _logged(caller, f"the removal of node '{message.node}'"):
-            await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
+        await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
         return pb.RemoveResponse()
 
     async def evict(self, caller: Caller, message: pb.EvictRequest) -> pb.EvictResponse:
@@ -251,16 +243,13 @@ class Admin:
                 "an EvictRequest needs one of the fields 'keys', 'all' (true) and 'segment_bytes' (above 0)"
             )
         if what != "keys":
-            response = await self._evict(tenant, b"", message.segment_bytes)
-        else:
-            if not message.keys:
-                raise ValueError("field 'keys' is empty; expected keys of segments")
-            count = len(keys_of(message.keys))
-            if count > MAX_KEYS:
-                raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
-            response = await self._evict(tenant, message.keys, 0)
-        log.info("'%s' evicted %d segments of tenant '%s' (%s)", caller.name, response.evicted, tenant, what)
-        return response
+            return await self._evict(tenant, b"", message.segment_bytes)
+        if not message.keys:
+            raise ValueError("field 'keys' is empty; expected keys of segments")
+        count = len(keys_of(message.keys))
+        if count > MAX_KEYS:
+            raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
+        return await self._evict(tenant, message.keys, 0)
 
     async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> pb.EvictResponse:
         """Evict segments of the tenant from memory and from the devices. A device that cannot carry it out now is
@@ -296,7 +285,6 @@ class Admin:
             evicted += done.evicted
             unremoved |= dict.fromkeys(done.unremoved)
             unrecorded = done.unrecorded or unrecorded
-        log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
         return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted, unremoved=unremoved, unrecorded=unrecorded)
 
 
@@ -310,17 +298,6 @@ def of_tenant(status: pb.GetStatusResponse, tenant: str) -> pb.GetStatusResponse
     shown.refused.extend(each for each in status.refused if each.tenant == tenant)
     shown.kv_events.extend(each for each in status.kv_events if each.tenant == tenant)
     return shown
-
-
-@contextlib.contextmanager
-def _logged(caller: Caller, change: str) -> Iterator[None]:
-    """Log a change of the members that a caller asks for, once it is made or refused."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("'%s' asked for %s: refused: %s", caller.name, change, error or type(error).__name__)
-        raise
-    log.info("'%s' asked for %s: accepted", caller.name, change)
 
 
 def _peers(states: Mapping[str, PeerState], now: float) -> Iterator[pb.Peer]:

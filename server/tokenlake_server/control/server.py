@@ -94,7 +94,8 @@ class ControlServer:
             self._work = Work()
         except RuntimeError as error:
             raise LimitReached(f"the thread of the control plane cannot be started: {error}") from error
-        serving = Serving(Callers(config.cluster, node.tenants), self._calls, self._work)
+        self.socket = Path(config.control_socket) if config.control_socket else None
+        serving = Serving(Callers(config.cluster, node.tenants), self._calls, self._work, self.socket)
         tokens = PageTokens()
         self._admin = Admin(self._bridge, node, tokens)
         self.page = Page(node, self._bridge, self._admin, self._work, thread, tokens)
@@ -108,7 +109,6 @@ class ControlServer:
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for file, functions in services.items():
             self._handlers |= handlers_of(file, functions, serving)
-        self.socket = Path(config.control_socket) if config.control_socket else None
         self.address: Address | None = None
         """The address at which the server listens with TLS; None without the setting `control`."""
         self._server: grpc.aio.Server | None = None
