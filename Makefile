@@ -45,7 +45,7 @@ SITE_PIP_INSTALL := $(SITE_VENV)/bin/python -m pip install --quiet --no-compile 
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo site wheel upload lint \
-	install install-dev install-engines install-site install-tools install-chart install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
+	install install-dev install-engines install-site install-tools install-chart install-page install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
 
 help:
@@ -165,7 +165,7 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
 	@touch $@
 
-install-rest: install-dev install-engines install-tools install-chart install-nixl install-triton install-routers install-site
+install-rest: install-dev install-engines install-tools install-chart install-page install-nixl install-triton install-routers install-site
 
 # Programs of Debian's packages that tests run, unpacked into the venv where the PATH has none: nothing of the system
 # changes. apt's lists are read where they are current, or fetched into a directory that is removed.
@@ -203,6 +203,20 @@ install-chart: $(VENV)/.installed
 	@test -d $(VENV)/kubernetes-models/node_modules || { command -v npm >/dev/null && \
 		npm install --silent --no-save --prefix $(VENV)/kubernetes-models $(MODELS); } || \
 		echo "npm is not installed, or its packages cannot be had: the tests of custom resources are skipped" >&2
+
+# The tests of the page drive Chromium. Its package spreads over the system, so that only root gets it here.
+CHROMIUM := apt-get install --yes --quiet=2 --no-install-recommends chromium
+
+install-page: $(VENV)/.installed
+	@$(BIN)/python -c 'import playwright, axe_playwright_python' 2>/dev/null || \
+		{ echo "playwright is about 50 MB to download"; \
+			$(PIP_INSTALL) playwright && $(PIP_INSTALL) --no-deps axe-playwright-python; } || \
+		echo "playwright is not installed and cannot be: the tests of the page in a browser are skipped" >&2
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { test $$(id -u) = 0 && \
+		echo "chromium is about 100 MB to download" && \
+		{ $(CHROMIUM) || { apt-get update --quiet=2 && $(CHROMIUM); }; } >/dev/null 2>&1; } || \
+		echo "chromium is not on the PATH (as root: apt-get install chromium): the tests of the page in a browser are" \
+			"skipped" >&2
 
 # The tests of reads with NIXL need its extension module; without it they are skipped by name.
 install-nixl: $(VENV)/.installed

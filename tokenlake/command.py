@@ -24,6 +24,7 @@ GROUPS = {
     "watch": {
         "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
         "top": "watch rates per node and tenant, hot prefixes and slow calls",
+        "page": "print the address of the page of a node, with a token that expires",
         "explain": "show how many tokens of one request the pool had, and why the others were missed",
         "doctor": "check a node before and while it runs, and say how to cure what is wrong",
         "check": "send segments between all nodes and compare their bytes",

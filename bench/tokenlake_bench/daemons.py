@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from tokenlake_testing.cluster import Cluster
@@ -11,8 +12,12 @@ PATIENT: Final = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
 """Settings with which delays of a busy machine do not change the hits."""
 SETTLE_S: Final = 10.0
 PAUSE_S: Final = 0.002
-SENT_BYTES: Final = "tokenlake_sent_bytes_total"
 EVICTED: Final = "tokenlake_evicted_segments_total"
+
+
+def sent_bytes(metrics: Mapping[str, float]) -> int:
+    """Bytes of segments that the daemons with these metrics have sent to other nodes."""
+    return int(sum(value for name, value in metrics.items() if name.startswith("tokenlake_sent_bytes_total")))
 
 
 def settle(cluster: Cluster) -> bool:

@@ -17,7 +17,7 @@ from tokenlake.wire import Code
 from tokenlake_bench.balance import WINDOW_S, SendLog, spread
 from tokenlake_bench.baselines import Accesses, Baselines, Prompt, baselines, intern_segments
 from tokenlake_bench.cache_hit import CacheHitArguments
-from tokenlake_bench.daemons import EVICTED, PATIENT, SENT_BYTES, settle
+from tokenlake_bench.daemons import EVICTED, PATIENT, sent_bytes, settle
 from tokenlake_bench.hits import CacheHitResult, hit_rows
 from tokenlake_bench.live_client import WINDOW, LiveClient, Served
 from tokenlake_bench.progress import LiveProgress
@@ -58,7 +58,7 @@ class LoadMeter:
             return
         settle(self._cluster)
         for number, node in enumerate(self._cluster.nodes):
-            known = int(node.metrics()[SENT_BYTES])
+            known = sent_bytes(node.metrics())
             self.sent.add(self._window * WINDOW_S, number, known - self._known[number])
             self._known[number] = known
 
@@ -134,7 +134,7 @@ def run_live(arguments: CacheHitArguments) -> bool:
         remote_share=log.remote_segments / max(1, log.hit_segments),
         load_cv=balance.cv,
         load_max_over_mean=balance.max_over_mean,
-        bytes_moved=int(totals[SENT_BYTES]),
+        bytes_moved=sent_bytes(totals),
         wrong_bytes=log.wrong_bytes,
         requests=len(log.prompts),
         nodes=arguments.nodes,

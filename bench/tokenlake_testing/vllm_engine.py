@@ -137,6 +137,22 @@ class VllmEngine:
                 answer = list(output.outputs[0].token_ids)
         return answer
 
+    def traced(self, name: str, prompt: list[int], tokens: int, headers: dict[str, str]) -> list[int]:
+        """Generate greedily for one request with these headers of a trace, and empty vLLM's own cache. The loads and
+        stores of the request have ended on return."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.add_request(name, {"prompt_token_ids": prompt}, greedy, trace_headers=headers)
+        answer: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+        self.flush()
+        assert self.forget()
+        return answer
+
     def load_adapter(self, directory: str) -> bool:
         """Load a LoRA adapter, in place if it was loaded before, as vLLM's server does on request."""
         return bool(self._llm.llm_engine.add_lora(self._lora(directory, load_inplace=True)))

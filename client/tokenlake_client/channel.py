@@ -15,8 +15,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokenlake.errors import DeadlinePassed, LimitReached, TokenLakeError, Unreachable
+from tokenlake.trace import NO_TRACE
 from tokenlake.wire import HEADER_BYTES, pack_frame
-from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, Welcome, reply_decoder
+from tokenlake.wire.engine import (
+    EngineReply,
+    EngineRequest,
+    Failed,
+    QueryOpened,
+    Region,
+    Traced,
+    Welcome,
+    reply_decoder,
+)
 from tokenlake_client.refusals import error_of
 from tokenlake_client.shared_socket import Awaited, SharedSocket
 
@@ -68,11 +78,12 @@ class Channel(SharedSocket[EngineReply, Pending]):
         pending = self.begin(make)
         return self.wait(pending, deadline_s)
 
-    def begin(self, make: Callable[[int], EngineRequest]) -> Pending:
+    def begin(self, make: Callable[[int], EngineRequest], trace: bytes = NO_TRACE) -> Pending:
         """Send the request `make(id)`, as `call` does, without waiting: `wait` or `poll` return its reply. Never waits.
-        Raises `DeadlinePassed` while the daemon does not read."""
+        `trace`: the context of the trace to which a match belongs. Raises `DeadlinePassed` while the daemon does not
+        read."""
         self.check()
-        return self._begin(make)
+        return self._begin(make, trace)
 
     def probe(self, make: Callable[[int], EngineRequest], wait_s: float) -> None:
         """Send a request although the daemon is overdue, and wait at most `wait_s` for its reply. With any
@@ -120,9 +131,11 @@ class Channel(SharedSocket[EngineReply, Pending]):
 
     # -- inside
 
-    def _begin(self, make: Callable[[int], EngineRequest]) -> Pending:
+    def _begin(self, make: Callable[[int], EngineRequest], trace: bytes = NO_TRACE) -> Pending:
         pending = Pending()
         number = next(self._ids)
+        if trace:
+            self._request(Traced(number, trace))
         with self._changed:
             self._waiting[number] = pending
         self._request(make(number), pending)

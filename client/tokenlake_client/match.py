@@ -12,6 +12,7 @@ import msgspec
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
+from tokenlake.trace import NO_TRACE, parse_traceparent
 from tokenlake.wire.engine import MAX_KEYS, EngineReply, Match, Matched
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.arguments import check_keys, index, seconds
@@ -52,6 +53,11 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     counted_keys: int | None = None
     """The number of keys, from the first on, whose segments stand for the tokens of the prompt, in order; None: all.
     The others are of further cache groups of an opaque layout, whose segments stand for the same tokens."""
+
+    traceparent: str | None = None
+    """The span of the caller, as a header `traceparent` of W3C Trace Context: the spans of the match lie below it, and
+    those of fetches of its lease and of stores with the same `request`. Anything else than a valid and sampled one
+    counts as None. Without a collector at the daemon (its setting `otlp`) it has no effect."""
 
     def __post_init__(self) -> None:
         index("prompt_tokens", self.prompt_tokens)
@@ -94,6 +100,7 @@ class PendingMatch:
         self._keys = keys
         self._request = request
         self._options = options
+        self._trace = parse_traceparent(options.traceparent) if options.traceparent else NO_TRACE
         self._deadline_s = seconds("deadline_s", deadline_s)
         self._began = time.monotonic()
         self._parts: list[Matched] = []
@@ -193,7 +200,8 @@ class PendingMatch:
                 options.independent,
                 max(0.0, options.in_flight_expected_s - (self._passed_s() if self._parts else 0.0)),
                 MAX_KEYS if options.counted_keys is None else max(0, min(MAX_KEYS, options.counted_keys - at)),
-            )
+            ),
+            self._trace,
         )
 
     def _take(self, reply: EngineReply) -> bool:

@@ -7,10 +7,11 @@ import gc
 import os
 import signal
 import sys
+import threading
 
 import torch
 
-from tokenlake.log_lines import set_up_log
+from tokenlake.log_lines import log_objects, set_up_log
 from tokenlake_query.daemon_channel import DaemonChannel, die_with_parent
 from tokenlake_query.process import QueryEngineProcess
 
@@ -24,8 +25,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tokenlake_query", description="The query engine of a TokenLake daemon.")
     parser.add_argument("--channel", type=int, required=True, help="inherited descriptor of a Unix stream socket")
     parser.add_argument("--threads", type=int, default=0, help="threads that compute; 0: half of the cores")
+    parser.add_argument("--log-objects-of", default="", metavar="NODE", help="log JSON objects with this node's name")
     arguments = parser.parse_args()
     set_up_log("%(asctime)s %(levelname)s query: %(message)s")
+    if arguments.log_objects_of:
+        threading.excepthook = log_objects(arguments.log_objects_of)
     die_with_parent()
     # Ctrl-C in a terminal sends SIGINT to the daemon and to this process. Only the daemon handles it; this process
     # exits when the daemon has ended.

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import click
 from tokenlake.config import ServerConfig, Settings, format_size, load_config
 from tokenlake.config.setting import settings_of
 from tokenlake.errors import ConfigurationError, TokenLakeError
-from tokenlake.log_lines import set_up_log
+from tokenlake.log_lines import log_objects, set_up_log
 from tokenlake_server.loop.watchdog import new_event_loop
 from tokenlake_server.start.config_file import read_config_file
 from tokenlake_server.start.daemon import Daemon
@@ -70,6 +71,8 @@ def run_daemon(
     try:
         settings = load(file, flags)
         logging.getLogger().setLevel(settings.config.log_level.upper())
+        if settings.config.log_format == "json":
+            threading.excepthook = log_objects(settings.config.node)
         if settings.ignored:
             log.info("variables of a Kubernetes Service, which are not settings: %s", ", ".join(settings.ignored))
         _serve(settings, made)
@@ -77,13 +80,24 @@ def run_daemon(
         text = str(error)
         if isinstance(error, ConfigurationError) and settings is not None and error.field in settings.origin:
             text += f" (set by {settings.origin[error.field]})"
+        if settings is not None and settings.config.log_format == "json":
+            log.critical("%s", text)
+            raise click.exceptions.Exit(1) from error
         raise click.ClickException(text) from error
 
 
 def _serve(settings: Settings, made: Callable[[Daemon], None]) -> None:
-    began = time.monotonic()
+    began, text = time.monotonic(), settings.config.log_format == "text"
     with contextlib.ExitStack() as until_ready:
-        prepared = until_ready.enter_context(_bar()) if sys.stderr.isatty() else lambda done, total: None
+        shown = text and sys.stderr.isatty()
+        prepared = until_ready.enter_context(_bar()) if shown else lambda done, total: None
+
+        def say(line: str) -> None:
+            """A line for the person who starts the daemon; an object where the log has nothing else."""
+            if text:
+                click.echo(line, err=True)
+            else:
+                log.info("%s", line)
 
         def serving(daemon: Daemon) -> None:
             made(daemon)
@@ -92,10 +106,9 @@ def _serve(settings: Settings, made: Callable[[Daemon], None]) -> None:
                 where = [f"socket {daemon.control.socket}"] if daemon.control.socket is not None else []
                 where += [f"port {daemon.control.address}"] if daemon.control.address is not None else []
                 log.info("the control plane: %s", ", ".join(where))
-            click.echo(
+            say(
                 f"node {settings.config.node} serves its own engines: socket {settings.config.socket}, "
-                f"port for peers {daemon.peers.address}{metrics}",
-                err=True,
+                f"port for peers {daemon.peers.address}{metrics}"
             )
 
         def ready(daemon: Daemon) -> None:
@@ -103,10 +116,10 @@ def _serve(settings: Settings, made: Callable[[Daemon], None]) -> None:
             membership, size = daemon.membership.state, format_size(settings.config.memory)
             after = f"after {time.monotonic() - began:.1f} s"
             if membership.known:
-                text = f"is ready {after}: memory {size}"
+                state = f"is ready {after}: memory {size}"
             else:
-                text = f"is no member of its cluster yet ({membership.problem}); memory {size} is prepared {after}"
-            click.echo(f"node {settings.config.node} {text}", err=True)
+                state = f"is no member of its cluster yet ({membership.problem}); memory {size} is prepared {after}"
+            say(f"node {settings.config.node} {state}")
 
         main = run(settings.config, serving, prepared, ready, origin=settings.origin)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

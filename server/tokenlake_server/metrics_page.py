@@ -1,4 +1,4 @@
-"""The pages /metrics (for Prometheus), /health and /ready, over HTTP. They only read.
+"""The pages /metrics (for Prometheus), /health and /ready, and the page for browsers, over HTTP. They only read.
 
 `/health` reports that the daemon works, with the state of its membership and its peers; `/ready` reports that the node
 is a member of its cluster. A node that lost its membership is healthy: a restart would discard its cache.
@@ -41,6 +41,7 @@ from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.engines.contents import StreamState
 from tokenlake_server.engines.query_engine import QueryEngine
 from tokenlake_server.membership import MembershipState
+from tokenlake_server.page.http import PATHS, PageServer
 from tokenlake_server.peers.states import PEER_STATES, PeerState
 from tokenlake_server.start.start_errors import address_error
 
@@ -209,9 +210,22 @@ class Snapshot:
         self.gauges += (Level(MAP_ENTRIES, (name,), entries) for name, entries in core.census().items())
         if query_engine is not None:
             self._add_query_engine(query_engine)
-        self._add_tenants(core)
+        named = dict.fromkeys([*core.config.quotas, *(pool.tenant for pool in self.pools)])
+        self.tenants = [(name, regions.quota(name), regions.taken(name)) for name in map(TenantId, named)]
+        """Each tenant, with the bytes that it may have at most and those that it has."""
+
+    def levels(self) -> Iterator[Level]:
+        """All gauges. Those of tenants, which may be many, are made here, and not on the control loop."""
+        yield from self.gauges
+        used: Counter[str] = Counter()
         for pool in self.pools:
-            self._add_pool(pool)
+            used[pool.tenant] += (sum(pool.segments.values()) + pool.quarantined_slots) * pool.slot_bytes
+        for tenant, quota, taken in self.tenants:
+            yield Level(QUOTA, (tenant,), quota)
+            yield Level(TAKEN, (tenant,), taken)
+            yield Level(USED, (tenant,), used[tenant])
+        for pool in self.pools:
+            yield from _levels(pool)
 
     def _add_query_engine(self, engine: QueryEngine) -> None:
         report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0, 0, 0)
@@ -219,27 +233,15 @@ class Snapshot:
         values["result_seconds"] = values.pop("result_ns") / 1e9
         self.gauges += (Level(_QUERY_ENGINE[name], (), value) for name, value in values.items())
 
-    def _add_tenants(self, core: NodeCore) -> None:
-        regions = core.store.regions
-        used: Counter[str] = Counter()
-        for pool in self.pools:
-            used[pool.tenant] += (sum(pool.segments.values()) + pool.quarantined_slots) * pool.slot_bytes
-        for tenant in map(TenantId, dict.fromkeys([*core.config.quotas, *used])):
-            self.gauges += (
-                Level(QUOTA, (tenant,), regions.quota(tenant)),
-                Level(TAKEN, (tenant,), regions.taken(tenant)),
-                Level(USED, (tenant,), used[tenant]),
-            )
 
-    def _add_pool(self, pool: PoolState) -> None:
-        at = pool.tenant, str(pool.slot_bytes)
-        self.gauges += (
-            Level(REGIONS, at, pool.regions),
-            Level(SLOTS, at, pool.slots),
-            Level(FREE_SLOTS, at, pool.free_slots),
-            Level(QUARANTINED, at, pool.quarantined_slots),
-            *(Level(SEGMENTS, (*at, kind.name.lower()), pool.segments[kind]) for kind in Kind),
-        )
+def _levels(pool: PoolState) -> Iterator[Level]:
+    at = pool.tenant, str(pool.slot_bytes)
+    yield Level(REGIONS, at, pool.regions)
+    yield Level(SLOTS, at, pool.slots)
+    yield Level(FREE_SLOTS, at, pool.free_slots)
+    yield Level(QUARANTINED, at, pool.quarantined_slots)
+    for kind in Kind:
+        yield Level(SEGMENTS, (*at, kind.name.lower()), pool.segments[kind])
 
 
 class _Collector:
@@ -270,7 +272,7 @@ class _Collector:
             buckets = list(zip(bounds, itertools.accumulate(counts), strict=True))
             yield HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=total_s)
         gauges: dict[Metric, Any] = {}
-        for metric, values, level in snapshot.gauges:
+        for metric, values, level in snapshot.levels():
             if metric not in gauges:
                 gauges[metric] = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             gauges[metric].add_metric(self._shown(metric, values), level)
@@ -292,6 +294,8 @@ class MetricsServer:
         self._loop = loop
         self._take_now = take
         self._node = node
+        self.page = PageServer()
+        """The page for browsers."""
         registry = CollectorRegistry()
         registry.register(_Collector(self.take, aliases))
         self._metrics = make_wsgi_app(registry)
@@ -313,7 +317,7 @@ class MetricsServer:
         return waiting.result(timeout=SNAPSHOT_S)
 
     def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "/")
+        path = environ.get("PATH_INFO") or "/"
         status, body = "", dict[str, object]()
         headers = [("Content-Type", "application/json")]
         if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
@@ -325,12 +329,14 @@ class MetricsServer:
             except TimeoutError:
                 # The snapshot is taken before `start_response` is called.
                 status, body = "503 Service Unavailable", {"error": LATE}
-        elif path in ("/", "/health"):
+        elif path in PATHS:
+            return self.page.serve(environ, start_response)
+        elif path == "/health":
             status, body = self._answer(self._health)
         elif path == "/ready":
             status, body = self._answer(self._ready)
         else:
-            status, body = "404 Not Found", {"error": "unknown page; expected /metrics, /health or /ready"}
+            status, body = "404 Not Found", {"error": "unknown page; expected /, /metrics, /health or /ready"}
         start_response(status, headers)
         return [json.dumps(body).encode() + b"\n"]
 
@@ -430,10 +436,36 @@ class _Until(io.RawIOBase):
         return self._sock.recv_into(buffer)
 
 
+class _Reply(io.BufferedIOBase):
+    """Sends a reply whose reader takes it within some seconds from the first byte on. Otherwise a write raises
+    ConnectionAbortedError, which ends the request: it would hold its thread for as long as the reader likes."""
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock = sock
+        self._seconds = seconds
+        self._until = 0.0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        now = time.monotonic()
+        self._until = self._until or now + self._seconds
+        try:
+            if now >= self._until:
+                raise TimeoutError
+            self._sock.settimeout(self._until - now)
+            self._sock.sendall(data)
+        except TimeoutError:
+            raise ConnectionAbortedError from None
+        return len(data)
+
+
 class _Quiet(WSGIRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile = io.BufferedReader(_Until(self.connection, REQUEST_S))
+        self.wfile = _Reply(self.connection, REQUEST_S)
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):

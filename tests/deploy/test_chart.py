@@ -307,6 +307,15 @@ def test_who_reaches_a_daemon() -> None:
     assert beside["spec"]["policyTypes"] == ["Ingress"]
 
 
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("http://collector:4318", 4318), ("https://collector/v1/traces", 443), ("http://[fd00::1]:4318/", 4318)],
+)
+def test_a_daemon_reaches_its_collector(url: str, port: int) -> None:
+    policy = one(objects(example("daemonset") | {"settings": {"otlp": url}}), "NetworkPolicy")
+    assert allowed(policy, "egress").keys() == {53, 2379, 7440, 7442, port}
+
+
 @pytest.mark.parametrize("name", ["daemonset", "sidecar"])
 def test_vllm_is_given_settings_that_the_connector_has(name: str) -> None:
     (container,) = [

@@ -9,14 +9,16 @@ import ast
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from click.testing import CliRunner
 
 import tokenlake_server.control.server
 import tokenlake_server.kv_events
 import tokenlake_server.nixl.transport
-import tokenlake_server.start.daemon  # noqa: F401
+import tokenlake_server.start.daemon
+import tokenlake_server.tracing  # noqa: F401
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
 from tokenlake.memory.region import RegionShape
@@ -29,6 +31,7 @@ from tokenlake_client.engines.sglang import metrics as sglang_metrics
 from tokenlake_client.engines.vllm.counters import COUNTS, PREFIX, TIMES
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.routers.settings import RouterSettings
+from tokenlake_server.page import document
 from tokenlake_server.start import models
 from tokenlake_server.start.config_command import config
 
@@ -157,6 +160,33 @@ def packages() -> str:
     return "\n".join(rows) + "\n"
 
 
+def page_fields() -> str:
+    """The fields of `page.json` as a table in Markdown: one row for each field of each object."""
+    rows = ["| object | field | type | meaning |", "|---|---|---|---|"]
+    *parts, whole = document.PageStruct.__subclasses__()
+    for each in (whole, *parts):
+        rows.append(f"| **{each.__name__.removeprefix('Page')}** | | | {each.__doc__} |")
+        for field in msgspec.structs.fields(each):
+            kind = msgspec.json.schema_components([field.type], ref_template="{name}")[0][0]
+            rows.append(f"| | `{field.name}` | {_kind(kind)} | {kind.get('description', '')} |")
+    return "\n".join(rows) + "\n"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """The type in a JSON schema, in words."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).removeprefix("Page")
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema["type"] == "array":
+        return f"list of {_kind(schema['items'])}"
+    if "additionalProperties" in schema:
+        return f"object: name to {_kind(schema['additionalProperties'])}"
+    return str(schema["type"])
+
+
 def decisions() -> str:
     """The decisions by number, with the first lines of their pages."""
     rows = ["| number | decision |", "|---|---|"]
@@ -178,6 +208,7 @@ PARTS = (
     Part("docs/litellm.md", "settings of a router's plug-in", lambda: table_of(RouterSettings)),
     Part("docs/lmcache.md", "settings of the adapter", lambda: table_of(AdapterSettings)),
     Part("docs/lmcache.md", "counts of the adapter", adapter_counts),
+    Part("docs/page.md", "fields of page.json", page_fields),
     Part("docs/sglang.md", "settings of the storage backend", lambda: table_of(PageSettings)),
     Part("docs/sglang.md", "counts of the storage backend", storage_counts),
     Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),

@@ -16,7 +16,7 @@ from tokenlake import command
 
 COMMANDS = [
     *("serve", "config", "ca"),
-    *("status", "top", "explain", "doctor", "check", "members", "events"),
+    *("status", "top", "page", "explain", "doctor", "check", "members", "events"),
     *("drain", "remove", "evict", "warm", "pin", "unpin"),
     *("demo", "bench", "workload"),
 ]

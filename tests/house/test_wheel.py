@@ -117,6 +117,12 @@ class TestWheels:
         assert packages(wheel) == PACKAGES
         assert {f"{package}/py.typed" for package in PACKAGES} <= set(zipfile.ZipFile(wheel).namelist())
 
+    def test_the_wheel_holds_the_files_of_the_page(self, wheel: Path) -> None:
+        files = ROOT / "server" / "tokenlake_server" / "page" / "static"
+        packed = zipfile.ZipFile(wheel)
+        for path in files.iterdir():
+            assert packed.read(f"tokenlake_server/page/static/{path.name}") == path.read_bytes()
+
     def test_the_wheel_of_the_benchmarks_holds_nothing_else(self, bench_wheel: Path) -> None:
         names = zipfile.ZipFile(bench_wheel).namelist()
         assert packages(bench_wheel) == BENCH_PACKAGES

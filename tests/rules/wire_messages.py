@@ -19,10 +19,10 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[msgspec.Struc
     "peers": (peer.peer_decoder, typing.get_args(peer.PeerMessage)),
     "control connections": (
         peer.control_decoder,
-        (*typing.get_args(peer.PeerMessage), peer.ConnectionKey, peer.MemoryAgent),
+        (*typing.get_args(peer.PeerMessage), peer.ConnectionKey, peer.MemoryAgent, peer.Traced),
     ),
     "handshakes": (peer.handshake_decoder, typing.get_args(peer.Handshake)),
-    "bulk requests": (peer.bulk_request_decoder, (peer.Pull,)),
+    "bulk requests": (peer.bulk_request_decoder, (peer.Pull, peer.TracedPull)),
     "bulk replies": (peer.pulled_decoder, (peer.Pulled,)),
     "bulk progress": (peer.taken_decoder, (peer.Taken,)),
 }

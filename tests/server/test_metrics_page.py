@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -10,10 +11,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, store
+from tests.robustness.live import LAYOUT, Prompt, daemons, store, wait_until
 from tests.server.scene import OF_THIS_USER, tenants
 from tokenlake.config import Address
 from tokenlake.core import CoreConfig, NodeCore
@@ -21,6 +23,7 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake_server import metrics_page
 from tokenlake_server.membership import MembershipState
 from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.page import http
 from tokenlake_testing.ports import reserve_port
 
 Pages = tuple[MetricsServer, asyncio.AbstractEventLoop]
@@ -97,6 +100,38 @@ def test_a_request_sent_byte_by_byte_frees_its_thread(pages: Pages, monkeypatch:
                 closed = True
         assert closed
     assert got(served, "/health").startswith(b"HTTP/1.0 200 OK")
+
+
+class Answer(NamedTuple):
+    body: bytes = bytes(32 << 20)
+    left_s: float = 60.0
+
+
+class Source:
+    """A page that no buffer of a socket can hold."""
+
+    def read(self, token: str) -> Answer:
+        return Answer()
+
+
+def test_readers_that_read_nothing_hold_no_thread(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served, _ = pages
+    served.page.source = Source()
+    ask = b"GET /page.json HTTP/1.0\r\nAuthorization: Bearer x\r\nAccept-Encoding: gzip\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        # Each request keeps its thread for as long as this says when it comes.
+        monkeypatch.setattr(metrics_page, "REQUEST_S", 3.0)
+        readers = []
+        for _ in range(http.MAX_AT_ONCE):
+            readers.append(stack.enter_context(socket.create_connection(("127.0.0.1", served.address.port), 30.0)))
+            readers[-1].sendall(ask)
+        wait_until(lambda: b"at the same time" in got(served, "/page.json"), "all room for the page is taken")
+        assert got(served, "/health").startswith(b"HTTP/1.0 200 OK")
+        assert b"tokenlake_free_share" in got(served, "/metrics")
+        wait_until(lambda: got(served, "/").startswith(b"HTTP/1.0 200 OK"), "the readers are given up")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.live

@@ -20,7 +20,15 @@ from tokenlake.wire import Code, engine, peer
 
 PEER_MESSAGES: tuple[type[Any], ...] = typing.get_args(peer.PeerMessage)
 REQUESTS: tuple[type[Any], ...] = typing.get_args(engine.EngineRequest)
-NOT_FOR_THE_RULES = (engine.Hello, engine.OpenRegion, engine.OpenQuery, engine.Unpublished, engine.Explain, engine.Bye)
+NOT_FOR_THE_RULES = (
+    engine.Hello,
+    engine.OpenRegion,
+    engine.OpenQuery,
+    engine.Unpublished,
+    engine.Explain,
+    engine.Traced,
+    engine.Bye,
+)
 """Requests that the daemon answers itself, or that are an event of their own."""
 NEVER_MALFORMED = (
     *(

@@ -264,6 +264,10 @@ Disks = Annotated[
     Meta(description="a list of PATH[:SIZE], with absolute paths and sizes from 64MiB on"),
     Form(_disks, _shown),
 ]
+CollectorUrl = Annotated[
+    str, _path(2000, r"\A(?:https?://[^\s/?#@]+(?:/[^\s?#]*)?)?\Z", "a URL http://HOST:PORT or https://..., or nothing")
+]
+"""Without a user and a password: such a secret is given by the variable `OTEL_EXPORTER_OTLP_HEADERS`."""
 Uids = Annotated[tuple[Uid, ...], Meta(description="a list of user ids"), Form(_uids, _shown)]
 OptionalUid = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)] | None
 Tenants = Annotated[

@@ -8,6 +8,7 @@ from tokenlake.config.kinds import (
     AbsolutePath,
     AddressText,
     Cluster,
+    CollectorUrl,
     Disks,
     Endpoints,
     KvEvents,
@@ -348,6 +349,16 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="no directory is known to be writable, permanent and this node's own",
         ),
     ] = ""
+    otlp: Annotated[
+        CollectorUrl,
+        Setting(
+            "URL of an OpenTelemetry collector, such as `http://collector:4318`, to which this node sends spans of "
+            "requests with a sampled trace, as OTLP over HTTP ([tracing](operations/tracing.md)); needs "
+            "`pip install 'tokenlake[tracing]'`",
+            why="no collector is known, and without one nothing is traced",
+            default="none",
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Setting(
@@ -355,6 +366,14 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="logging a line takes longer than many requests",
         ),
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Setting(
+            "form of the log on stderr: a line of text, or a JSON object, for each message "
+            "([the log](operations/logs.md))",
+            why="people read it first",
+        ),
+    ] = "text"
 
     @property
     def regions(self) -> int:

@@ -12,6 +12,7 @@ import msgspec
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.hints import Hints
 from tokenlake.location import NOWHERE, Location
+from tokenlake.trace import NO_TRACE
 from tokenlake.wire import engine, peer
 
 MAX_FOUND = 256
@@ -106,6 +107,8 @@ class PullRequested(_Event, frozen=True, tag=8):
     keys: bytes
     background: bool = False
     """True if no engine of the peer waits for the segments: the peer takes them over as primary copies."""
+    trace: bytes = NO_TRACE
+    """The span of the transfer at the peer; the rules do not read it."""
 
 
 class SendDone(_Event, frozen=True, tag=9):

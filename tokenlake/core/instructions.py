@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.trace import NO_TRACE
 from tokenlake.wire import engine, peer
 
 
@@ -53,6 +54,8 @@ class StartFetch(_Instruction, frozen=True, tag=4):
     """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
     background: bool = False
     """True if no engine waits for the segments (they are handed over to this node)."""
+    trace: bytes = NO_TRACE
+    """The span of the transfer, which the driver sets."""
 
 
 class AbortFetch(_Instruction, frozen=True, tag=5):

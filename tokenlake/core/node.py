@@ -48,6 +48,7 @@ from tokenlake.core.instructions import (
 from tokenlake.core.orders import Orders
 from tokenlake.core.regions import Regions
 from tokenlake.core.report import account, misses
+from tokenlake.core.report.account import Account
 from tokenlake.core.report.explain import Explain, RecentRequest
 from tokenlake.core.report.refusals import Refusals
 from tokenlake.directory.ring import Ring
@@ -310,6 +311,14 @@ class NodeCore:
     def recent_requests(self) -> list[RecentRequest]:
         """The newest requests of this node, the oldest first."""
         return self._explain.recent()
+
+    def process(self, connection: int) -> Process | None:
+        """The process of an engine, for spans; the caller must not change it."""
+        return self._sessions.process(ConnectionId(connection))
+
+    def account(self, tenant: str, request: str) -> Account | None:
+        """The tokens of a request, from its newest match on, for spans; the caller must not change them."""
+        return self._explain.account(TenantId(tenant), request)
 
     def start(self, now: float) -> None:
         """Start the timers of the rules at the time `now`, in seconds. The driver calls it once, before the first

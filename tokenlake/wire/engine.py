@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from tokenlake.hints import Hints
 from tokenlake.where import HOST, Where
-from tokenlake.wire.fields import Index, Name, RequestName, Seconds, ShardMask, SlotBytes
+from tokenlake.wire.fields import Index, Name, RequestName, Seconds, ShardMask, SlotBytes, TraceContext
 from tokenlake.wire.funnel import Funnel
 
 MAX_FRAME = 512 << 10
@@ -415,6 +415,15 @@ class Unpin(_Message, frozen=True, tag=35):
     keys: bytes
 
 
+class Traced(_Message, frozen=True, tag=36):
+    """The `Match` with this id, which is sent next, belongs to a trace, and so do the fetches of its lease and the
+    stores of the session that name the same request. Sent only for a sampled trace. Not answered."""
+
+    match: int
+    trace: TraceContext
+    """The span of the caller."""
+
+
 EngineRequest = (
     Hello
     | Match
@@ -436,6 +445,7 @@ EngineRequest = (
     | Unpin
     | Unpublished
     | Explain
+    | Traced
     | Bye
 )
 EngineReply = (

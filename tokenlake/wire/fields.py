@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from tokenlake.directory.ring_record import MAX_EPOCH
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
+from tokenlake.trace import CONTEXT_BYTES
 
 CHECKSUM_BYTES = 8
 """Bytes of the checksum of one shard, which is xxh3-64, little-endian."""
@@ -82,6 +83,9 @@ ShardMask = Annotated[int, Meta(ge=1)]
 
 Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
 """Statistics of one pool, as an eviction policy saves them."""
+
+TraceContext = Annotated[bytes, Meta(max_length=CONTEXT_BYTES)]
+"""The context of a trace (`tokenlake.trace`)."""
 
 RetentionValue = Annotated[float, Meta(ge=0, le=1e9)]
 """Retention value: the eviction policy's value of keeping a segment."""

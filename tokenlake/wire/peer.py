@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
+from tokenlake.trace import NO_TRACE
 from tokenlake.wire.fields import (
     NO_RING,
     Address,
@@ -36,6 +37,7 @@ from tokenlake.wire.fields import (
     Share,
     SlotBytes,
     Statistics,
+    TraceContext,
 )
 
 MAX_FRAME = 2 << 20
@@ -144,6 +146,14 @@ class MemoryAgent(_Message, frozen=True, tag=62):
     """The networks of the sender over which memory can be read, for instance `rdma`."""
     description: Annotated[bytes, Meta(max_length=MAX_DESCRIPTION)]
     """How the agent is reached, and the keys of its memory, as the agent's library writes them."""
+
+
+class Traced(_Message, frozen=True, tag=64):
+    """The `Lookup` with the number `call`, which is sent next, belongs to a sampled trace."""
+
+    call: int
+    trace: TraceContext
+    """The span of the lookup at the caller."""
 
 
 class Lookup(_Message, frozen=True, tag=4):
@@ -383,6 +393,13 @@ class Pull(_Message, frozen=True, tag=20):
     """The `MemoryAgent` of the receiver by which the sender can read its memory; empty: it needs the bytes."""
 
 
+class TracedPull(Pull, frozen=True, tag=65):
+    """A `Pull` that belongs to a sampled trace."""
+
+    trace: TraceContext = NO_TRACE
+    """The span of the transfer at the receiver."""
+
+
 class Pulled(_Message, frozen=True, tag=21):
     """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each. In the answer
     to a probe `slot_bytes` is the number of bytes that follow."""
@@ -439,12 +456,12 @@ PeerMessage = (
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
-control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey | MemoryAgent] = msgspec.msgpack.Decoder(
-    PeerMessage | ConnectionKey | MemoryAgent
+control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey | MemoryAgent | Traced] = msgspec.msgpack.Decoder(
+    PeerMessage | ConnectionKey | MemoryAgent | Traced
 )
 Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
-bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
+bulk_request_decoder: msgspec.msgpack.Decoder[Pull | TracedPull] = msgspec.msgpack.Decoder(Pull | TracedPull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
 taken_decoder: msgspec.msgpack.Decoder[Taken] = msgspec.msgpack.Decoder(Taken)
 
@@ -456,7 +473,9 @@ class _Tagged(msgspec.Struct, array_like=True):
 
 
 _tag_decoder = msgspec.msgpack.Decoder(_Tagged)
-_KNOWN_TAGS = {message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey, MemoryAgent)}
+_KNOWN_TAGS = {
+    message.__struct_config__.tag for message in (*get_args(PeerMessage), ConnectionKey, MemoryAgent, Traced)
+}
 
 
 def unknown_tag(body: bytes) -> int | None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_bench.baselines import Accesses, infinite_cache
-from tokenlake_bench.daemons import EVICTED, SENT_BYTES, settle
+from tokenlake_bench.daemons import EVICTED, sent_bytes, settle
 from tokenlake_bench.demo.arrivals import Arrivals, Served, ShortestQueue, private_routers
 from tokenlake_bench.demo.engine import Engine, Ran
 from tokenlake_bench.demo.plan import NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
@@ -244,7 +244,7 @@ class _Demo:
             "controls": len(controls),
             "controls_changed": sum(ran.tokens != self.cold[number].tokens for number, ran in controls.items()),
             "served_again_s": again_s,
-            "bytes_moved": int(totals[SENT_BYTES] + lost.get(SENT_BYTES, 0.0)),
+            "bytes_moved": sent_bytes(totals) + sent_bytes(lost),
             "evicted": int(totals[EVICTED] + lost.get(EVICTED, 0.0)),
         }
 
@@ -322,14 +322,14 @@ class _Demo:
             # A fetch leaves cached copies at the reader's node, over which later queries would be computed there.
             for mode in ("ship", "fetch"):
                 self._attach([cluster], mode)
-                fetched_bytes = cluster.totals()[SENT_BYTES]
+                fetched_bytes = sent_bytes(cluster.totals())
                 asked[mode] = [self.engines[READER].run(prompt, ANSWER_TOKENS) for prompt in prompts]
                 self.engines[READER].flush()
                 settle(cluster)
-                fetched_bytes = cluster.totals()[SENT_BYTES] - fetched_bytes
+                fetched_bytes = sent_bytes(cluster.totals()) - fetched_bytes
         return {
             "ship_tokens": sum(ran.shipped_tokens for ran in asked["ship"]),
-            "fetch_bytes": int(fetched_bytes),
+            "fetch_bytes": fetched_bytes,
             "ship_bytes": sum(ran.query_bytes for ran in asked["ship"]),
             "ship_equal": all([ran.tokens for ran in runs] == expected for runs in asked.values()),
         }

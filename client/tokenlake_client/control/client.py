@@ -148,6 +148,11 @@ class Control:
         """The hot prefixes and the slowest calls among the newest requests of the node; `count` of each."""
         return self._ask(self._admin.GetActivity, admin_pb2.GetActivityRequest(count=count))
 
+    def grant_page(self, valid_s: float = 0.0, tenant: str = "") -> admin_pb2.GrantPageResponse:
+        """A token for the page of the node, and its address. `valid_s`: seconds, 0 for 8 hours. `tenant`: the only one
+        that is shown; empty for all that the caller may see."""
+        return self._ask(self._admin.GrantPage, admin_pb2.GrantPageRequest(valid_s=valid_s, tenant=tenant))
+
     def measure(self, node: str, max_bytes: int = 0, max_s: float = 0.0) -> list[admin_pb2.Path]:
         """Measure the paths from `node` to the node that is asked, with at most `max_bytes` (0: 256 MiB) in at most
         `max_s` (0: 1 s)."""

@@ -1083,6 +1083,54 @@ class GetActivityResponse(_message.Message):
 Global___GetActivityResponse: _TypeAlias = GetActivityResponse  # noqa: Y015
 
 @_typing.final
+class GrantPageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALID_S_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    valid_s: _builtins.float
+    """Seconds for which the grant is valid; 0 for 8 hours. At most 30 days."""
+    tenant: _builtins.str
+    """For an admin: the only tenant that the page shows; empty for all. For others: empty, or their own."""
+    def __init__(
+        self,
+        *,
+        valid_s: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "valid_s", b"valid_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantPageRequest: _TypeAlias = GrantPageRequest  # noqa: Y015
+
+@_typing.final
+class GrantPageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """The token that the browser sends. It ends with the daemon."""
+    address: _builtins.str
+    """host:port at which this node serves its page (setting metrics)."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantPageResponse: _TypeAlias = GrantPageResponse  # noqa: Y015
+
+@_typing.final
 class MeasurePeerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -64,6 +64,11 @@ class AdminStub(object):
                 request_serializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityRequest.SerializeToString,
                 response_deserializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityResponse.FromString,
                 _registered_method=True)
+        self.GrantPage = channel.unary_unary(
+                '/tokenlake.v1.Admin/GrantPage',
+                request_serializer=tokenlake_dot_v1_dot_admin__pb2.GrantPageRequest.SerializeToString,
+                response_deserializer=tokenlake_dot_v1_dot_admin__pb2.GrantPageResponse.FromString,
+                _registered_method=True)
         self.MeasurePeer = channel.unary_unary(
                 '/tokenlake.v1.Admin/MeasurePeer',
                 request_serializer=tokenlake_dot_v1_dot_admin__pb2.MeasurePeerRequest.SerializeToString,
@@ -136,6 +141,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GrantPage(self, request, context):
+        """Grants a browser to read the page of this node for a time, with what the caller may see.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MeasurePeer(self, request, context):
         """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections.
         """
@@ -203,6 +215,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetActivity,
                     request_deserializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityRequest.FromString,
                     response_serializer=tokenlake_dot_v1_dot_admin__pb2.GetActivityResponse.SerializeToString,
+            ),
+            'GrantPage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GrantPage,
+                    request_deserializer=tokenlake_dot_v1_dot_admin__pb2.GrantPageRequest.FromString,
+                    response_serializer=tokenlake_dot_v1_dot_admin__pb2.GrantPageResponse.SerializeToString,
             ),
             'MeasurePeer': grpc.unary_unary_rpc_method_handler(
                     servicer.MeasurePeer,
@@ -392,6 +409,33 @@ class Admin(object):
             '/tokenlake.v1.Admin/GetActivity',
             tokenlake_dot_v1_dot_admin__pb2.GetActivityRequest.SerializeToString,
             tokenlake_dot_v1_dot_admin__pb2.GetActivityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GrantPage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenlake.v1.Admin/GrantPage',
+            tokenlake_dot_v1_dot_admin__pb2.GrantPageRequest.SerializeToString,
+            tokenlake_dot_v1_dot_admin__pb2.GrantPageResponse.FromString,
             options,
             channel_credentials,
             insecure,

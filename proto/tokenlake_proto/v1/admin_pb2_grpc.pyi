@@ -43,6 +43,8 @@ class AdminStub:
     """The engines that are connected to this node, by tenant and layout."""
     GetActivity: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetActivityRequest, _admin_pb2.GetActivityResponse]
     """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls."""
+    GrantPage: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GrantPageRequest, _admin_pb2.GrantPageResponse]
+    """Grants a browser to read the page of this node for a time, with what the caller may see."""
     MeasurePeer: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MeasurePeerRequest, _admin_pb2.MeasurePeerResponse]
     """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
@@ -69,6 +71,8 @@ class AdminAsyncStub(AdminStub):
     """The engines that are connected to this node, by tenant and layout."""
     GetActivity: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetActivityRequest, _admin_pb2.GetActivityResponse]  # type: ignore[assignment]
     """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls."""
+    GrantPage: _aio.UnaryUnaryMultiCallable[_admin_pb2.GrantPageRequest, _admin_pb2.GrantPageResponse]  # type: ignore[assignment]
+    """Grants a browser to read the page of this node for a time, with what the caller may see."""
     MeasurePeer: _aio.UnaryUnaryMultiCallable[_admin_pb2.MeasurePeerRequest, _admin_pb2.MeasurePeerResponse]  # type: ignore[assignment]
     """Measures round trip and bandwidth from another node to this one, over each address of its bulk connections."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
@@ -128,6 +132,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetActivityResponse, _abc.Awaitable[_admin_pb2.GetActivityResponse]]:
         """Of the newest requests of this node: the prefixes that most of them begin with, and the slowest calls."""
+
+    @_abc_1.abstractmethod
+    def GrantPage(
+        self,
+        request: _admin_pb2.GrantPageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GrantPageResponse, _abc.Awaitable[_admin_pb2.GrantPageResponse]]:
+        """Grants a browser to read the page of this node for a time, with what the caller may see."""
 
     @_abc_1.abstractmethod
     def MeasurePeer(

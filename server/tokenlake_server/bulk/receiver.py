@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import xxhash
 
 from tokenlake.content import content_limit
@@ -333,6 +334,8 @@ class BulkReceiver:
             pull = peer.Pull(
                 instruction.tenant, keys, instruction.request, instruction.background, agent=agent, version=version
             )
+            if instruction.trace:
+                pull = peer.TracedPull(**msgspec.structs.asdict(pull), trace=instruction.trace)
             limit(stream.sock, until)
             stream.send_frame(pull)
             reply = decode(peer.pulled_decoder, stream.read_frame(peer.MAX_FRAME))

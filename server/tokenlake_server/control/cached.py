@@ -13,18 +13,19 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """Reads a value at most once per `FRESH_S`. Calls share a read that is under way, however long it takes. Used in
+    """Reads a value at most once per `fresh_s`. Calls share a read that is under way, however long it takes. Used in
     the admin thread."""
 
-    def __init__(self, read: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, read: Callable[[], Awaitable[T]], fresh_s: float = FRESH_S) -> None:
         self._read = read
+        self._fresh_s = fresh_s
         self._task: asyncio.Future[T] | None = None
         self._began = 0.0
 
     async def get(self) -> T:
-        """The value, which was read at most `FRESH_S` ago, or is being read. Raises the errors of `read`."""
+        """The value, which was read at most `fresh_s` ago, or is being read. Raises the errors of `read`."""
         now = time.monotonic()
-        if self._task is None or (self._task.done() and (now - self._began > FRESH_S or _failed(self._task))):
+        if self._task is None or (self._task.done() and (now - self._began > self._fresh_s or _failed(self._task))):
             self._began = now
             self._task = asyncio.ensure_future(self._read())
         return await asyncio.shield(self._task)

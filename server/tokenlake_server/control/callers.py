@@ -32,6 +32,8 @@ MAX_KNOWN = 256
 """Certificates whose facts are kept; reading one takes 50 us."""
 _ROLES = {"reader": role_pb2.ROLE_READER, "scheduler": role_pb2.ROLE_SCHEDULER, "admin": role_pb2.ROLE_ADMIN}
 _LOCAL = "unix:"
+CONTROL_SOCKET = "control socket"
+"""The name of a caller at the Unix socket."""
 
 
 class Caller(NamedTuple):
@@ -90,7 +92,7 @@ class Callers:
         if not pem:
             if not peer.startswith(_LOCAL):
                 raise CredentialRefused("this connection proves no role")
-            return Caller(role_pb2.ROLE_ADMIN, "control socket", "", token, self._tenants)
+            return Caller(role_pb2.ROLE_ADMIN, CONTROL_SOCKET, "", token, self._tenants)
         certificate = self._read(pem)
         found = role_of(self._cluster, certificate.uri)
         if found is None:

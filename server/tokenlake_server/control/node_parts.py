@@ -13,6 +13,7 @@ from tokenlake_server.loop.driver import Driver
 from tokenlake_server.membership import Membership
 from tokenlake_server.metrics_page import Snapshot
 from tokenlake_server.peers.measurement import PeerMeasurement
+from tokenlake_server.peers.states import PeerState
 from tokenlake_server.start.standing_orders import StandingOrders
 
 
@@ -28,8 +29,12 @@ class NodeParts:
     membership: Membership
     tenants: Tenants
     snapshot: Callable[[], Snapshot]
+    peers: Callable[[], Mapping[str, PeerState]]
+    """The states of the other members."""
     controls: Callable[[], Mapping[str, str]]
     """Where each node serves its control plane."""
     measurement: PeerMeasurement
     orders: StandingOrders
     disk: DiskTier
+    page_address: str
+    """host:port at which the node serves its page; empty if it does not."""

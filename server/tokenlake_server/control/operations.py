@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -33,10 +31,11 @@ from tokenlake_server.control.messages import (
 from tokenlake_server.control.node_parts import NodeParts
 from tokenlake_server.control.service import Unary
 from tokenlake_server.metrics_page import Snapshot
+from tokenlake_server.page.tokens import DEFAULT_S as GRANT_S
+from tokenlake_server.page.tokens import MAX_S as MAX_GRANT_S
+from tokenlake_server.page.tokens import PageTokens
 from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
 from tokenlake_server.peers.states import PeerState
-
-log = logging.getLogger(__name__)
 
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
@@ -45,17 +44,19 @@ SHOWN, MAX_SHOWN = 10, 256
 class Admin:
     """The methods of the service `Admin`. They are called in the admin thread."""
 
-    def __init__(self, bridge: Bridge, node: NodeParts) -> None:
+    def __init__(self, bridge: Bridge, node: NodeParts, page_tokens: PageTokens) -> None:
         self._bridge = bridge
         self._node = node
+        self._page_tokens = page_tokens
         self._started = time.monotonic()
         self.awaited = False
         """True once a caller has let this node drain, and waits for its account."""
         self.account_read = asyncio.Event()
         """Set once a caller has read the account of this node's drain."""
-        self._status = Cached(self._read_status)
-        self._cluster = Cached(self._read_cluster)
-        self._recent = Cached(lambda: bridge.call(node.driver.core.recent_requests))
+        self.status = Cached(self._read_status)
+        """The state of the node, for all tenants."""
+        self.cluster = Cached(self._read_cluster)
+        self.recent = Cached(lambda: bridge.call(node.driver.core.recent_requests))
         self.functions: dict[str, Unary] = {
             "GetStatus": self.get_status,
             "GetCluster": self.get_cluster,
@@ -63,6 +64,7 @@ class Admin:
             "Explain": self.explain,
             "GetEngines": self.get_engines,
             "GetActivity": self.get_activity,
+            "GrantPage": self.grant_page,
             "MeasurePeer": self.measure_peer,
             "Drain": self.drain,
             "Remove": self.remove,
@@ -73,17 +75,8 @@ class Admin:
     async def get_status(self, caller: Caller, message: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """The state of this node. A caller that is no admin sees the slots and refused engines of its own tenant
         only."""
-        status = await self._status.get()
-        if caller.admin:
-            return status
-        own, shown = caller.own().name, pb.GetStatusResponse()
-        shown.CopyFrom(status)
-        del shown.pools[:], shown.tenants[:], shown.refused[:], shown.kv_events[:]
-        shown.pools.extend(pool for pool in status.pools if pool.tenant == own)
-        shown.tenants.extend(each for each in status.tenants if each.tenant == own)
-        shown.refused.extend(each for each in status.refused if each.tenant == own)
-        shown.kv_events.extend(each for each in status.kv_events if each.tenant == own)
-        return shown
+        status = await self.status.get()
+        return status if caller.admin else of_tenant(status, caller.own().name)
 
     async def _read_status(self) -> pb.GetStatusResponse:
         snapshot, refused = await self._bridge.call(lambda: (self._node.snapshot(), self._node.engines.without_pool()))
@@ -132,7 +125,7 @@ class Admin:
 
     async def get_cluster(self, caller: Caller, message: pb.GetClusterRequest) -> pb.GetClusterResponse:
         """The members of the cluster, as this node knows them."""
-        cluster = await self._cluster.get()
+        cluster = await self.cluster.get()
         if any(each.node == self._node.config.node for each in cluster.drained):
             self.account_read.set()
         return cluster
@@ -200,11 +193,19 @@ class Admin:
 
     async def get_activity(self, caller: Caller, message: pb.GetActivityRequest) -> pb.GetActivityResponse:
         """Hot prefixes and slow calls among the newest requests of the tenants that the caller may see."""
-        recent = await self._recent.get()
+        recent = await self.recent.get()
         if not caller.admin:
             own = caller.own().name
             recent = [each for each in recent if each.tenant == own]
         return activity_message(recent, min(message.count or SHOWN, MAX_SHOWN))
+
+    async def grant_page(self, caller: Caller, message: pb.GrantPageRequest) -> pb.GrantPageResponse:
+        """Grant a browser the page, with what the caller may see."""
+        if not 0 <= message.valid_s <= MAX_GRANT_S:
+            raise ValueError(f"field 'valid_s' is {message.valid_s}; expected 0 to {MAX_GRANT_S:.0f} seconds")
+        tenant = "" if caller.admin and not message.tenant else caller.target(message.tenant).name
+        token = self._page_tokens.grant(tenant, message.valid_s or GRANT_S)
+        return pb.GrantPageResponse(token=token, address=self._node.page_address)
 
     async def measure_peer(self, caller: Caller, message: pb.MeasurePeerRequest) -> pb.MeasurePeerResponse:
         """Measure the paths from another node to this one."""
@@ -219,16 +220,14 @@ class Admin:
         """Let a node leave."""
         node = "" if message.node == self._node.config.node else message.node
         self.awaited |= message.wait and not node
-        with _logged(caller, f"the drain of node '{message.node or self._node.config.node}'"):
-            await self._bridge.coroutine(lambda: self._node.membership.drain(node))
+        await self._bridge.coroutine(lambda: self._node.membership.drain(node))
         return pb.DrainResponse()
 
     async def remove(self, caller: Caller, message: pb.RemoveRequest) -> pb.RemoveResponse:
         """Remove a node that is gone."""
         if not message.node:
             raise ValueError("field 'node' is empty; expected the name of a node")
-        with _logged(caller, f"the removal of node '{message.node}'"):
-            await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
+        await self._bridge.coroutine(lambda: self._node.membership.remove(message.node))
         return pb.RemoveResponse()
 
     async def evict(self, caller: Caller, message: pb.EvictRequest) -> pb.EvictResponse:
@@ -244,16 +243,13 @@ class Admin:
                 "an EvictRequest needs one of the fields 'keys', 'all' (true) and 'segment_bytes' (above 0)"
             )
         if what != "keys":
-            response = await self._evict(tenant, b"", message.segment_bytes)
-        else:
-            if not message.keys:
-                raise ValueError("field 'keys' is empty; expected keys of segments")
-            count = len(keys_of(message.keys))
-            if count > MAX_KEYS:
-                raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
-            response = await self._evict(tenant, message.keys, 0)
-        log.info("'%s' evicted %d segments of tenant '%s' (%s)", caller.name, response.evicted, tenant, what)
-        return response
+            return await self._evict(tenant, b"", message.segment_bytes)
+        if not message.keys:
+            raise ValueError("field 'keys' is empty; expected keys of segments")
+        count = len(keys_of(message.keys))
+        if count > MAX_KEYS:
+            raise LimitReached(f"{count} segments; the limit of a message is {MAX_KEYS}")
+        return await self._evict(tenant, message.keys, 0)
 
     async def _evict(self, tenant: str, keys: bytes, slot_bytes: int) -> pb.EvictResponse:
         """Evict segments of the tenant from memory and from the devices. A device that cannot carry it out now is
@@ -289,19 +285,19 @@ class Admin:
             evicted += done.evicted
             unremoved |= dict.fromkeys(done.unremoved)
             unrecorded = done.unrecorded or unrecorded
-        log.info("'%s' says that weights changed: %d sessions ended, %d evicted", caller.name, sessions, evicted)
         return pb.WeightsChangedResponse(sessions=sessions, evicted=evicted, unremoved=unremoved, unrecorded=unrecorded)
 
 
-@contextlib.contextmanager
-def _logged(caller: Caller, change: str) -> Iterator[None]:
-    """Log a change of the members that a caller asks for, once it is made or refused."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("'%s' asked for %s: refused: %s", caller.name, change, error or type(error).__name__)
-        raise
-    log.info("'%s' asked for %s: accepted", caller.name, change)
+def of_tenant(status: pb.GetStatusResponse, tenant: str) -> pb.GetStatusResponse:
+    """The state of the node without the slots, counts, refused engines and streams of other tenants."""
+    shown = pb.GetStatusResponse()
+    shown.CopyFrom(status)
+    del shown.pools[:], shown.tenants[:], shown.refused[:], shown.kv_events[:]
+    shown.pools.extend(pool for pool in status.pools if pool.tenant == tenant)
+    shown.tenants.extend(each for each in status.tenants if each.tenant == tenant)
+    shown.refused.extend(each for each in status.refused if each.tenant == tenant)
+    shown.kv_events.extend(each for each in status.kv_events if each.tenant == tenant)
+    return shown
 
 
 def _peers(states: Mapping[str, PeerState], now: float) -> Iterator[pb.Peer]:

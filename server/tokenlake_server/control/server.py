@@ -33,6 +33,8 @@ from tokenlake_server.control.service import Serving, Stream, Unary, handlers_of
 from tokenlake_server.control.work import Work
 from tokenlake_server.engines.local_socket import prepare
 from tokenlake_server.loop.admin_thread import AdminThread
+from tokenlake_server.page.page import Page
+from tokenlake_server.page.tokens import PageTokens
 from tokenlake_server.peers.certificates import CertificateFiles
 from tokenlake_server.scheduling.service import Scheduling
 
@@ -92,8 +94,12 @@ class ControlServer:
             self._work = Work()
         except RuntimeError as error:
             raise LimitReached(f"the thread of the control plane cannot be started: {error}") from error
-        serving = Serving(Callers(config.cluster, node.tenants), self._calls, self._work)
-        self._admin = Admin(self._bridge, node)
+        self.socket = Path(config.control_socket) if config.control_socket else None
+        serving = Serving(Callers(config.cluster, node.tenants), self._calls, self._work, self.socket)
+        tokens = PageTokens()
+        self._admin = Admin(self._bridge, node, tokens)
+        self.page = Page(node, self._bridge, self._admin, self._work, thread, tokens)
+        """The state of the node for browsers."""
         self._scheduling = Scheduling(self._bridge, driver, node.engines, self._work, node.tenants.count)
         services: dict[FileDescriptor, Mapping[str, Unary] | Mapping[str, Stream]] = {
             scheduling_pb2.DESCRIPTOR: self._scheduling.functions,
@@ -103,7 +109,6 @@ class ControlServer:
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for file, functions in services.items():
             self._handlers |= handlers_of(file, functions, serving)
-        self.socket = Path(config.control_socket) if config.control_socket else None
         self.address: Address | None = None
         """The address at which the server listens with TLS; None without the setting `control`."""
         self._server: grpc.aio.Server | None = None
@@ -147,6 +152,8 @@ class ControlServer:
             self.address = Address(address.host, port)
         await server.start()
         self._server = server
+        if config.metrics:
+            self._watching = asyncio.create_task(self.page.watch())
 
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""

@@ -13,6 +13,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -30,6 +31,7 @@ from tokenlake.errors import (
     Unreachable,
 )
 from tokenlake_proto.v1 import role_pb2
+from tokenlake_server.control.call_log import CallLog
 from tokenlake_server.control.callers import Caller, Callers
 from tokenlake_server.control.limits import Call, Calls
 from tokenlake_server.control.parts import count_parts
@@ -104,6 +106,8 @@ class Serving(NamedTuple):
     callers: Callers
     calls: Calls
     work: Work
+    socket: Path | None = None
+    """The control socket."""
 
 
 class _Method:
@@ -111,6 +115,7 @@ class _Method:
 
     def __init__(self, descriptor: MethodDescriptor, serving: Serving, role: role_pb2.Role.ValueType) -> None:
         self.name = descriptor.name
+        self.socket = serving.socket
         self._serving = serving
         self._role = role
         self._kind: Any = descriptor.input_type
@@ -146,17 +151,30 @@ def _handler(method: _Method, function: Unary | Stream, *, streams: bool) -> grp
     answer: Any = function
 
     async def call(messages: AsyncIterator[bytes], context: Context) -> None:
+        line = CallLog(method.name, method.socket)
+
+        async def message(caller: Caller, own: Call) -> Any:
+            found = await method.message(own, context)
+            line.begins(caller, found)
+            return found
+
         try:
             with method.admitted(context) as (caller, own):
                 if streams:
-                    async for each in answer(caller, await method.message(own, context)):
+                    async for each in answer(caller, await message(caller, own)):
                         await _write(context, each.SerializeToString())
+                    line.ended(None)
                     return
                 async with asyncio.timeout(CALL_S):
-                    reply = await answer(caller, await method.message(own, context))
+                    reply = await answer(caller, await message(caller, own))
                 await _write(context, reply if isinstance(reply, bytes) else reply.SerializeToString())
+                line.ended(reply)
         except Exception as error:
+            line.failed(error)
             await abort_with(context, error, method.name)
+        except asyncio.CancelledError as error:
+            line.failed(error)
+            raise
 
     return grpc.stream_stream_rpc_method_handler(call)
 

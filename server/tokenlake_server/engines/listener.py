@@ -115,6 +115,8 @@ class EngineListener:
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Function that takes the answers for the control plane, whose connections have negative numbers."""
+        self.on_traced: Callable[[int, engine.Traced], None] = lambda connection, message: None
+        """Called with the number of a connection whose next match belongs to a trace, and its message."""
         self._contents = contents
         self._refused = RefusedEngines(loop, driver.core.counters)
         self._without_memory = WithoutMemory(loop, driver.core.store, self._refused)
@@ -127,6 +129,7 @@ class EngineListener:
             engine.OpenQuery: self._open_query,
             engine.Explain: self._explain,
             engine.Unpublished: self._unpublished,
+            engine.Traced: self._traced,
             engine.Bye: self._bye,
         }
         self._sock = listen(settings.path)
@@ -507,6 +510,10 @@ class EngineListener:
     def _unpublished(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Unpublished)
         self._contents.unpublished(connection.tenant, message.model)
+
+    def _traced(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Traced)
+        self.on_traced(connection.number, message)
 
     def _bye(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Bye)

@@ -62,9 +62,12 @@ class QueryEngine:
         addresses: PeerAddresses,
         loop: asyncio.AbstractEventLoop,
         new_keys: NewKeys = no_keys,
+        *,
+        log_objects: bool = False,
     ) -> None:
         """Makes the daemon's side of the query engine, and starts no process. `new_keys` makes the keys of connections.
-        Raises `ModuleMissing` if the package or torch is not installed."""
+        `log_objects`: the log of the process has JSON objects. Raises `ModuleMissing` if the package or torch is not
+        installed."""
         for module in ("tokenlake_query", "torch"):
             if importlib.util.find_spec(module) is None:
                 raise ModuleMissing("query_engine", True, module, "query")
@@ -73,6 +76,7 @@ class QueryEngine:
         self._addresses = addresses
         self._loop = loop
         self._new_keys = new_keys
+        self._of_log = ["--log-objects-of", start.node] if log_objects else []
         self._threads = started_threads(DIAL_THREADS, "dial-query")
         self._channel: FrameConnection | None = None
         self._closing = False
@@ -143,7 +147,7 @@ class QueryEngine:
     async def _run(self) -> None:
         """Start one query engine process and wait until it has ended."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        command = [sys.executable, "-m", "tokenlake_query", "--channel", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tokenlake_query", "--channel", str(theirs.fileno()), *self._of_log]
         try:
             with theirs:
                 # The process is started in a thread, because a fork takes milliseconds, during which the loop must

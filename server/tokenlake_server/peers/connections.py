@@ -129,6 +129,8 @@ class PeerConnections:
         """Called with the name of a node when that connection has ended."""
         self.on_memory_agent: Callable[[str, peer.MemoryAgent], None] = lambda node, message: None
         """Called with the name of a node that has told how its memory can be read, and its message."""
+        self.on_traced: Callable[[str, peer.Traced], None] = lambda node, message: None
+        """Called with the name of a node whose next lookup belongs to a trace, and its message."""
         self._newer: set[str] = set()
         """Nodes that sent messages of a newer version over the present connection."""
         self._closing = False
@@ -490,6 +492,9 @@ class PeerConnections:
             if isinstance(message, peer.MemoryAgent):
                 self.on_memory_agent(node, message)
                 return
+            if isinstance(message, peer.Traced):
+                self.on_traced(node, message)
+                return
         except ProtocolRefused as error:
             tag = peer.unknown_tag(body)
             if tag is None:
@@ -553,11 +558,12 @@ class PeerConnections:
     def _say(self, instruction: SendToPeer) -> None:
         self._send(instruction.node, instruction.message)
 
-    def tell(self, node: str, message: peer.MemoryAgent) -> None:
-        """Tell a node how the memory of this one can be read; nothing is sent without a control connection."""
+    def tell(self, node: str, message: peer.MemoryAgent | peer.Traced) -> None:
+        """Tell a node how the memory of this one can be read, or to which trace the next lookup belongs; nothing is
+        sent without a control connection."""
         self._send(node, message)
 
-    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey | peer.MemoryAgent) -> None:
+    def _send(self, node: str, message: peer.PeerMessage | peer.ConnectionKey | peer.MemoryAgent | peer.Traced) -> None:
         current = self._connections.get(node)
         if current is not None:
             current[0].send(pack_frame(message))

@@ -63,10 +63,12 @@ from tokenlake_server.peers.measurement import PeerMeasurement
 from tokenlake_server.peers.states import PeerState
 from tokenlake_server.start.ring_follower import RingFollower
 from tokenlake_server.start.standing_orders import StandingOrders
+from tokenlake_server.start.start_errors import ModuleMissing
 
 if TYPE_CHECKING:
     from tokenlake_server.control.server import ControlServer
     from tokenlake_server.nixl.transport import Nixl
+    from tokenlake_server.tracing.export import Export
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ class Daemon:
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
+        self._tracing = _tracing(config)
         self._started = time.time()
         self.driver = Driver(core, loop, self._failed)
         core.start(self.driver.now)
@@ -176,7 +179,9 @@ class Daemon:
         )
         start = supervision.Start(config.socket, config.node, tenants.query_credential, tenants.count)
         self.query_engine = (
-            QueryEngine(start, identity, addresses, loop, self.peers.new_keys) if config.query_engine else None
+            QueryEngine(start, identity, addresses, loop, self.peers.new_keys, log_objects=config.log_format == "json")
+            if config.query_engine
+            else None
         )
         # The local socket is created late, so that a daemon that cannot start leaves no file of a socket behind.
         self.engines = EngineListener(
@@ -197,6 +202,8 @@ class Daemon:
             self.orders,
         )
         self.regions.on_closed = self.engines.region_closed
+        if self._tracing is not None:
+            self._observe(self._tracing)
         log.info(
             "this kernel reports the end of every engine's process (SO_PEERPIDFD)"
             if kernel_has_pidfds()
@@ -216,12 +223,16 @@ class Daemon:
                     self.membership,
                     tenants,
                     self.snapshot,
+                    self.peers.states.all,
                     self._controls,
                     measurement,
                     self.orders,
                     self.disk,
+                    str(self.metrics.address) if self.metrics is not None else "",
                 )
                 self.control = server(parts, self._admin, loop)
+                if self.metrics is not None:
+                    self.metrics.page.source = self.control.page
         except BaseException:
             self.engines.close()
             raise
@@ -252,6 +263,8 @@ class Daemon:
             snapshot.gauges += self._transports.nixl.gauges()
         if self.control is not None:
             snapshot.gauges += self.control.gauges()
+        if self._tracing is not None:
+            snapshot.gauges += self._tracing.gauges()
         snapshot.gauges += [Level(STARTED, (), self._started), Level(UNPREPARED, (), self.regions.unprepared)]
         if self._certificates is not None:
             valid = self._certificates.current
@@ -291,6 +304,15 @@ class Daemon:
             self.peers.refuse(event.node, error)
         elif isinstance(event, events.PullRequested):
             self.senders.refuse(event.stream)
+
+    def _observe(self, export: Export) -> None:
+        """Make spans of traced requests."""
+        from tokenlake_server.tracing.observer import Observer  # only where asked for
+
+        observer = Observer(export, self.driver.core, self.peers.tell)
+        self.driver.wrap(observer.watching, lambda sink: sink)
+        self.engines.on_traced = observer.traced
+        self.peers.on_traced = observer.traced_by_peer
 
     def _connect_nixl(self, nixl: Nixl) -> None:
         """Exchange with other nodes how memory is read, over the control connections."""
@@ -334,6 +356,8 @@ class Daemon:
             await _end_thread("NIXL was not closed", self._transports.nixl.close)
         await _end_thread("the check of slots was not ended", self.checker.close)
         await _end_thread("the disk tier was not closed", self.disk.close)
+        if self._tracing is not None:
+            await _end_thread("the spans were not sent", self._tracing.close)
         self._arena.stop()
         await _end("the memory of regions was not left", self.regions.close)
         await _end("the timers were not ended", self.driver.stop)
@@ -386,6 +410,17 @@ def _control_server(config: ServerConfig) -> type[ControlServer] | None:
     from tokenlake_server.control.server import ControlServer  # only where asked for: gRPC takes memory
 
     return ControlServer
+
+
+def _tracing(config: ServerConfig) -> Export | None:
+    """The way of spans to the collector; None without the setting `otlp`."""
+    if not config.otlp:
+        return None
+    try:
+        from tokenlake_server.tracing.export import Export
+    except ModuleNotFoundError as error:
+        raise ModuleMissing("otlp", config.otlp, error.name, "tracing") from error
+    return Export(config.otlp, config.node, config.cluster)
 
 
 def _orders_file(config: ServerConfig) -> Path:

@@ -94,14 +94,16 @@ def test_each_token_is_counted_once(
             expected["held"] += 1
         else:
             expected[str(what) if token < stop else MissReason.SKIPPED] += 1
-    assert account.sums().held == expected["held"]
+    sums = account.sums()
+    assert sums.held == expected["held"]
+    reasons = {reason.value: expected[reason] for reason in MissReason if expected[reason]}
+    assert {reason.value: tokens for reason, tokens in account.missed(sums).items()} == reasons
     counters = Counters()
     account.close(counters)
     assert counters[ASKED] == counted * SIZE + tail
     assert counters[ENGINE_HAD] == expected["had"]
     for source in Source:
         assert supplied(counters, source) == expected[source.value]
-    reasons = {reason.value: expected[reason] for reason in MissReason if expected[reason]}
     assert missed(counters) == reasons
     beyond_counted = sum(keys[at] == "local" for at in places if at >= counted)
     assert counters[READ_BYTES] == (expected["local"] - unread + beyond_counted * SIZE) * SLOT_BYTES // SIZE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,9 +90,11 @@ def test_a_static_list_has_no_member_to_drain_or_remove(two: Cluster) -> None:
         with pytest.raises(Refused, match="field 'node' is empty; expected the name of a node"):
             control.remove("")
     logged = two.nodes[0].log.read_text()
-    assert "asked for the drain of node 'node0': refused:" in logged
-    assert "asked for the removal of node 'node1': refused:" in logged
-    assert ": accepted" not in logged
+    user = f"uid {os.getuid()} ({pwd.getpwuid(os.getuid()).pw_name}) at the control socket"
+    assert f"{user} called Drain(): failed: MembershipRefused: " in logged
+    assert f"{user} called Drain(node=node1): failed: MembershipRefused: " in logged
+    assert f"{user} called Remove(node=node1): failed: MembershipRefused: " in logged
+    assert "called Remove(node=node1): done" not in logged
 
 
 def test_the_engines_by_layout(two: Cluster) -> None:

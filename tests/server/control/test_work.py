@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tokenlake.errors import Unreachable
-from tokenlake_server.control import cached
 from tokenlake_server.control.cached import Cached
 from tokenlake_server.control.service import abort_with
 from tokenlake_server.control.work import Work
@@ -87,9 +86,8 @@ async def test_an_error_keeps_nothing_and_collects_nothing(work: Work) -> None:
         gc.enable()
 
 
-async def test_calls_share_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_share_a_slow_read() -> None:
     """The read takes longer than its value may be old."""
-    monkeypatch.setattr(cached, "FRESH_S", -1.0)
     reads = 0
 
     async def scene() -> list[int]:
@@ -100,7 +98,7 @@ async def test_calls_share_a_slow_read(monkeypatch: pytest.MonkeyPatch) -> None:
             reads += 1
             return await value
 
-        shared = Cached(read)
+        shared = Cached(read, fresh_s=-1.0)
         calls = []
         for _ in range(5):
             calls.append(asyncio.ensure_future(shared.get()))

@@ -27,7 +27,7 @@ from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
 
 SENT = Metric("tokenlake_sent_segments_total", "Segments sent to other nodes")
-SENT_BYTES = Metric("tokenlake_sent_bytes_total", "Bytes of segments sent to other nodes")
+SENT_BYTES = Metric("tokenlake_sent_bytes_total", "Bytes of segments sent to another node", "peer")
 SENT_TO_READERS = Metric("tokenlake_sent_to_readers_segments_total", "Segments sent to other nodes for an engine there")
 
 PEER_LEASE_SHARE = 0.5
@@ -390,7 +390,7 @@ class Serving(Part):
         self._sends[pull.stream] = _Send(node, sent, pull.background)
         self._sending[node] += len(sent)
         self._context.counters.add(SENT, len(sent))
-        self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
+        self._context.counters.add_for(SENT_BYTES, len(sent) * slot_bytes, node)
         if not pull.background:
             self._context.counters.add(SENT_TO_READERS, len(sent))
             self._context.sends(len(sent) * slot_bytes)

@@ -44,7 +44,7 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys
 
 ARRIVED = Metric("tokenlake_received_segments_total", "Segments received whole from other nodes")
-ARRIVED_BYTES = Metric("tokenlake_received_bytes_total", "Bytes of segments received whole from other nodes")
+ARRIVED_BYTES = Metric("tokenlake_received_bytes_total", "Bytes of segments received whole from another node", "peer")
 CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum was wrong on arrival")
 
 SETTLED = 256
@@ -352,7 +352,7 @@ class Transfers(Part):
         sent."""
         self._pieces -= transfer.background
         self._context.counters.add(ARRIVED, codes.count(Code.LOCAL))
-        self._context.counters.add(ARRIVED_BYTES, nbytes)
+        self._context.counters.add_for(ARRIVED_BYTES, nbytes, transfer.node)
         if nbytes and not transfer.disk_s:
             # The rate of a node that reads from its disk first is not that of the network.
             self._peers.path(transfer.node).measured(nbytes, self._context.now - transfer.started_at)

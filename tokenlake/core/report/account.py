@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from tokenlake.core.report.misses import MISSED, Beyond, count_beyond, count_missed
+from tokenlake.core.report.misses import MISSED, Beyond, count_beyond, count_missed, missed_beyond
 from tokenlake.identity import TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.wire.funnel import MissReason
@@ -287,6 +287,18 @@ class Account:
             self._count(counters, sums)
         if nbytes:
             counters.add_for(READ_BYTES, nbytes, self.tenant)
+
+    def missed(self, sums: Sums) -> Counter[MissReason]:
+        """The tokens that were missed so far, by reason. `sums`: those of now."""
+        missed = Counter({self.not_asked[0]: self.not_asked[1]})
+        for (reason, _), tokens in sums.lost.items():
+            missed[reason] += tokens
+        if self.beyond.codes and self.asked:
+            first, end, had = self.missed_part()
+            if first < end:
+                short = self.short(self.beyond.places)
+                missed.update(missed_beyond(self.size, self.beyond, first, end, had, short)[0])
+        return +missed
 
     def _count(self, counters: Counters, sums: Sums) -> None:
         tenant = self.tenant

@@ -213,6 +213,11 @@ class Explain(Part):
             _, oldest = self._trails.popitem(last=False)
             self._keys -= oldest.charged_keys
 
+    def account(self, tenant: TenantId, name: str) -> Account | None:
+        """The tokens of the newest match of the request with exactly this name."""
+        trail = self._trails.get((tenant, name))
+        return None if trail is None else trail.account
+
     def recent(self) -> list[RecentRequest]:
         """The newest requests, at most `MAX_TRAILS`, the oldest first."""
         now = self._context.now

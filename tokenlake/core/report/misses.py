@@ -117,14 +117,12 @@ def begin_tenant(counters: Counters, tenant: TenantId) -> None:
         count_missed(counters, tenant, MissReason.BEHIND_A_GAP, 0, cause)
 
 
-def count_beyond(
-    counters: Counters, tenant: TenantId, tokens: int, beyond: Beyond, first: int, end: int, had: int, short: int
-) -> None:
-    """Count the tokens that a match missed, by reason. `tokens`: number of tokens of a segment. `first`, `end`: the
-    range of the segments that count. `had`, `short`: numbers of tokens of the first and of the last of them that do not
-    count."""
-    if first == end:
-        return
+def missed_beyond(
+    tokens: int, beyond: Beyond, first: int, end: int, had: int, short: int
+) -> tuple[dict[MissReason, int], MissReason]:
+    """Returns the tokens that a match missed, by reason, and the reason of the first gap. `tokens`: number of tokens of
+    a segment. `first`, `end`: the range of the segments that count, not empty. `had`, `short`: numbers of tokens of the
+    first and of the last of them that do not count."""
     codes, known = beyond.codes, beyond.known
     new = _OTHER_LAYOUT if beyond.other_layout else _NEVER_STORED
     cause = reason_of(codes[0], codes[0], beyond.unknown) if codes[0] != _MISSING else _EVICTED if known else new
@@ -139,6 +137,16 @@ def count_beyond(
         code = codes[at]
         reason = reason_of(code, codes[0], beyond.unknown) if code != _MISSING else _EVICTED if at < known else new
         counted[reason] -= less
+    return counted, cause
+
+
+def count_beyond(
+    counters: Counters, tenant: TenantId, tokens: int, beyond: Beyond, first: int, end: int, had: int, short: int
+) -> None:
+    """Count the tokens of `missed_beyond`, of which there may be none."""
+    if first == end:
+        return
+    counted, cause = missed_beyond(tokens, beyond, first, end, had, short)
     for reason, missed in counted.items():
         if missed:
             count_missed(counters, tenant, reason, missed, cause if reason is MissReason.BEHIND_A_GAP else None)

@@ -17,6 +17,8 @@ class RequestInfo(NamedTuple):
     hints: Hints | None = None
     tokens: int = 0
     """The number of tokens of the request's prompt."""
+    traceparent: str | None = None
+    """The span of the request, as of `MatchOptions`."""
 
     def match_options(self, wait: InFlightWait = NO_WAIT) -> MatchOptions:
         """The options of a match that the request makes. `wait`: how long the match may wait for other engines."""
@@ -27,6 +29,7 @@ class RequestInfo(NamedTuple):
             in_flight_wait_s=wait.total_s,
             in_flight_wait_per_segment_s=wait.segment_s,
             in_flight_expected_s=wait.expected_s,
+            traceparent=self.traceparent,
         )
 
 

@@ -20,6 +20,7 @@ from tokenlake.planner import Rates
 from tokenlake_client.engines.common.connection import Connection, declined
 from tokenlake_client.engines.common.reports import Counters, Reports
 from tokenlake_client.engines.common.request import RequestInfo
+from tokenlake_client.engines.common.span import EngineSpan, engine_span
 from tokenlake_client.engines.transformers.attention import query_shape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counts
@@ -129,10 +130,19 @@ class TokenLakeEngine:
         """A copy of the engine's counts so far."""
         return self._counters.read()
 
-    def prefill(self, token_ids: Sequence[int], *, request: str | None = None, hints: Hints | None = None) -> Prefill:
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        *,
+        request: str | None = None,
+        hints: Hints | None = None,
+        traceparent: str | None = None,
+    ) -> Prefill:
         """The cache of all `token_ids` (at least one) but the last. It holds the whole prefix, also in mode `ship`. New
         segments are stored in the background. `request`: the name of the request in the logs of all nodes and for
-        `tokenlake explain`. `hints`: hints of the request (`tokenlake.hints`).
+        `tokenlake explain`. `hints`: hints of the request (`tokenlake.hints`). `traceparent`: the span of the caller,
+        as of `MatchOptions`; None: the present span of this thread, if the program makes spans with OpenTelemetry. In
+        such a program the engine makes a span too.
 
         Without a pool, or with a model that it cannot serve, the cache is computed. Raises the errors of the model, and
         ValueError for an empty prompt.
@@ -140,12 +150,18 @@ class TokenLakeEngine:
         tokens = list(token_ids)
         if not tokens:
             raise ValueError("a prompt has at least one token")
+        with engine_span("tokenlake.prefill", traceparent) as span:
+            filled = self._filled(tokens, RequestInfo(self._named(request), hints, traceparent=span.traceparent))
+            span.note({"tokens.asked": len(tokens), "tokens.loaded": filled.tokens_hit})
+        return filled
+
+    def _filled(self, tokens: list[int], info: RequestInfo) -> Prefill:
         if self._shape is None:
             self._shape, self._placed = cache_shape(self.model), _placement(self.model)
         pool = self._usable_pool()
         shape = self._shape if self._placed == _placement(self.model) else cache_shape(self.model)
         storage = allocate(shape, 1, len(tokens))
-        row = Row(tokens, name=self._named(request), hints=hints)
+        row = Row(tokens, name=info.name, hints=info.hints, traceparent=info.traceparent)
         place_rows([row], storage, 0, len(tokens) - 1)
         if pool is not None:
             self._prefiller.hash(pool, [row])
@@ -161,15 +177,27 @@ class TokenLakeEngine:
         *,
         request: str | None = None,
         hints: Hints | None = None,
+        traceparent: str | None = None,
         **generate_kwargs: Any,
     ) -> Any:
-        """The result of `model.generate` for the same arguments. `request` and `hints`: as in `prefill`, for all rows;
-        the names of several rows end in `/0`, `/1` and so on.
+        """The result of `model.generate` for the same arguments. `request`, `hints` and `traceparent`: as in `prefill`,
+        for all rows; the names of several rows end in `/0`, `/1` and so on.
 
         Calls that the pool cannot serve (beam search, assisted decoding, a cache or embeddings given by the caller,
         padding that is not on the left) go to the model unchanged.
         """
-        info = RequestInfo(self._named(request), hints)
+        with engine_span("tokenlake.generate", traceparent) as span:
+            info = RequestInfo(self._named(request), hints, traceparent=span.traceparent)
+            return self._generate(input_ids, attention_mask, generate_kwargs, info, span)
+
+    def _generate(
+        self,
+        input_ids: Any,
+        attention_mask: Any,
+        generate_kwargs: dict[str, Any],
+        info: RequestInfo,
+        span: EngineSpan,
+    ) -> Any:
         batch = self._prepare(input_ids, attention_mask, generate_kwargs, info)
         if batch is None:
             self._counters.add(requests_without_pool=1)
@@ -186,6 +214,12 @@ class TokenLakeEngine:
         finally:
             for row in batch.rows:
                 self._counters.add(**row.counts())
+            span.note(
+                {
+                    "tokens.asked": sum(len(row.tokens) for row in batch.rows),
+                    "tokens.loaded": sum(row.loaded for row in batch.rows),
+                }
+            )
             if shipment is not None:
                 shipment.close()
         try:
@@ -336,7 +370,10 @@ class TokenLakeEngine:
         rows: list[Row] = []
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
-            rows = [Row(*row, info.name, info.hints) for row in zip(request.tokens, request.padding, strict=True)]
+            rows = [
+                Row(*row, info.name, info.hints, info.traceparent)
+                for row in zip(request.tokens, request.padding, strict=True)
+            ]
             for index, row in enumerate(rows if len(rows) > 1 else ()):
                 row.name = f"{info.name}/{index}"
             self._prefiller.hash(pool, rows)

@@ -26,6 +26,8 @@ class Row:
     """The name of the prompt's request in the logs of nodes; None: the pool makes one up."""
     hints: Hints | None = None
     """The hints that the caller gave for the request."""
+    traceparent: str | None = None
+    """The span of the request, as of `MatchOptions`."""
     layers: list[LayerPair] = field(default_factory=list)
     chain: Prefix | None = None
     """The keys of the prompt's segments; None until they are hashed."""
@@ -68,7 +70,7 @@ class Row:
     def info(self) -> RequestInfo:
         """The facts about the prompt's request that the pool is told: its name, the length of the prompt, and its
         hints."""
-        return RequestInfo(self.name, self.hints, len(self.tokens))
+        return RequestInfo(self.name, self.hints, len(self.tokens), self.traceparent)
 
     @property
     def start(self) -> int:

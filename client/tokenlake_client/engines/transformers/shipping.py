@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -22,6 +23,7 @@ import torch
 
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.request import UNNAMED
+from tokenlake_client.engines.common.span import EngineSpan, engine_span
 from tokenlake_client.engines.transformers.attention import QueryShape, attending
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.partial_attention import Part, attend, attend_own, merge_rows
@@ -71,6 +73,14 @@ class Shipment:
         self._cache: ShippedCache | None = None
         self._buffer: Any = None
         self._parts: list[tuple[Any, int]] = []
+        self._span = contextlib.ExitStack()
+        self._queries: EngineSpan | None = None
+        self._sent: Counter[str] = Counter()
+
+    def trace(self, traceparent: str | None) -> None:
+        """Make one span of all queries of the shipment, from now until `close`. `traceparent`: the span above it."""
+        if traceparent is not None:
+            self._queries = self._span.enter_context(engine_span("tokenlake.query", traceparent))
 
     def add(self, prefix: SharedPrefix) -> None:
         """Take ownership of the view of `prefix`."""
@@ -122,6 +132,9 @@ class Shipment:
         self._drop_buffer()
         for prefix in self._prefixes:
             self._close_view(prefix)
+        if self._queries is not None:
+            self._queries.note({"prefixes": len(self._prefixes), **self._sent})
+        self._span.close()
 
     def _close_view(self, prefix: SharedPrefix) -> None:
         view, prefix.view = prefix.view, None
@@ -178,6 +191,8 @@ class Shipment:
         first item, and not later."""
         answer = sent.ticket.wait()
         sent.nbytes = answer.sent_bytes + answer.received_bytes
+        if self._queries is not None:
+            self._sent.update({"queries": 1, "bytes.sent": answer.sent_bytes, "bytes.received": answer.received_bytes})
         self._engine.counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
         if answer.lost:
             raise Void([sent.prefixes[part][0] for part in answer.lost])
@@ -239,6 +254,8 @@ class Shipping:
                 break
         for prefix in dict.fromkeys(opened.values()):
             shipment.add(prefix)
+        if opened:
+            shipment.trace(rows[0].traceparent)
         self._engine.counters.add(pool_seconds=time.perf_counter() - started)
         return shipment if opened else None
 

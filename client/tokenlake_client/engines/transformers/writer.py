@@ -114,7 +114,7 @@ class Writer:
 
         codes = b""
         try:
-            name, hints, _ = task.info
+            name, hints = task.info.name, task.info.hints
             codes = task.pool.store_all(task.keys, fill, task.first, self._patience, request=name, hints=hints)
         finally:
             done, refused = codes.count(Code.COMMITTED), [Code(code) for code in codes if Code(code).refused]

@@ -99,6 +99,14 @@ def hints_of(params: object) -> Hints | None:
         raise ValueError(f"field {HINTS_KEY!r} of kv_transfer_params: {shown}") from None
 
 
+def traceparent_of(request: Any) -> str | None:
+    """The span of the caller that vLLM got with a request; None without one. vLLM keeps the headers of a request only
+    where its own traces are on (`--otlp-traces-endpoint`)."""
+    headers = getattr(request, "trace_headers", None)
+    found = headers.get("traceparent") if isinstance(headers, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
 def is_split(params: object) -> bool:
     """True if a request's `kv_transfer_params` state that different engines serve its prefill and its decode."""
     return isinstance(params, Mapping) and bool(params.get(DECODE) or params.get(PREFILL))

@@ -114,12 +114,13 @@ class Lookups:
         hints: Hints | None = None,
         tokens: int = 0,
         wait: InFlightWait = NO_WAIT,
+        traceparent: str | None = None,
     ) -> Lookup | None:
         """Start a lookup for `keys`; None while a lookup that was given up has no answer. `request`: the request's name
-        in logs. `tokens`: the length of the prompt. Raises `TokenLakeError`."""
+        in logs. `tokens`: the length of the prompt. `traceparent`: as of `MatchOptions`. Raises `TokenLakeError`."""
         if not self._late.answered():
             return None
-        options = RequestInfo(request, hints, tokens).match_options(wait)
+        options = RequestInfo(request, hints, tokens, traceparent).match_options(wait)
         pending = pool.engine.begin_match(keys, options, deadline_s=self._deadline_s)
         return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
 

@@ -42,6 +42,7 @@ from tokenlake_client.engines.vllm.known.request import (
 from tokenlake_client.engines.vllm.known.save_scheduler import ScheduledSaves
 from tokenlake_client.engines.vllm.known.step_plan import LoadPlan, SavePlan, StepPlan, StepReport
 from tokenlake_client.engines.vllm.load_worker import LoadTime
+from tokenlake_client.engines.vllm.served_request import traceparent_of
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.pool import Pool
 
@@ -503,7 +504,8 @@ class SchedulerSide:
         else:
             wait = NO_WAIT
         if keys:
-            state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
+            traceparent = traceparent_of(state.request)
+            state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait, traceparent)
 
     def _computed_elsewhere(
         self, pool: Pool, state: RequestState, prefill: RemotePrefill

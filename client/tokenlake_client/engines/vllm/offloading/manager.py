@@ -44,6 +44,8 @@ FETCH_QUEUE = 256
 @dataclass(slots=True, kw_only=True)
 class _Request(ServedRequest):
     name: str
+    traceparent: str | None = None
+    """The span of the request's caller."""
     adapter_due: float = 0.0
     """The time until which the request waits for the digest of its adapter."""
     lookup: ChunkLookup | None = None
@@ -125,11 +127,14 @@ class ChunkManager:
         hints: Hints | None = None,
         tokens: Callable[[], int] = int,
         adapter: RequestAdapter | None = None,
+        traceparent: str | None = None,
     ) -> None:
         """Record a request that has arrived and that the pool serves. `tokens` returns the number of its tokens that
-        are known. `adapter`: its LoRA adapter."""
+        are known. `adapter`: its LoRA adapter. `traceparent`: the span of its caller."""
         due = self._clock() + self._settings.match_ms / 1e3
-        state = _Request(name=name, hints=hints, tokens=tokens, adapter=adapter, adapter_due=due)
+        state = _Request(
+            name=name, hints=hints, tokens=tokens, adapter=adapter, adapter_due=due, traceparent=traceparent
+        )
         self._requests[name] = state
         self._record_adapter(state)
 
@@ -388,6 +393,7 @@ class ChunkManager:
             prompt_tokens=state.tokens(),
             independent=True,
             counted_keys=len(counted),
+            traceparent=state.traceparent,
         )
         lookup = ChunkLookup(
             lambda: pool.engine.begin_match(

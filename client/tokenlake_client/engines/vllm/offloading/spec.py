@@ -29,6 +29,7 @@ from tokenlake_client.engines.vllm.offloading.manager import ChunkManager
 from tokenlake_client.engines.vllm.offloading.opening import Opening
 from tokenlake_client.engines.vllm.offloading.pages import PageCache, PageTable
 from tokenlake_client.engines.vllm.offloading.worker import BlockRange, ChunkWorker, RankPlace
+from tokenlake_client.engines.vllm.served_request import traceparent_of
 from tokenlake_client.engines.vllm.side import Side
 from tokenlake_client.pool import Pool
 
@@ -233,7 +234,8 @@ class PoolManager(OffloadingManager):  # type: ignore[misc]
         # The keys of chunks follow from hashes of vLLM's, which a router does not name.
         for bring in acts.brings:
             self._side.brought(bring, False)
-        self.chunks.new_request(request.request_id, acts.hints, lambda: int(request.num_tokens), adapter)
+        tokens, traceparent = lambda: int(request.num_tokens), traceparent_of(request)
+        self.chunks.new_request(request.request_id, acts.hints, tokens, adapter, traceparent)
 
     @guarded
     def on_request_finished(self, req_context: Any) -> None:
