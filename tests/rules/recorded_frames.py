@@ -77,8 +77,8 @@ def _sample(of: types.Type, at: int) -> Any:
             return min(0.25 + at, 1.0 if most is None else most)
         case types.StrType():
             return f"text {HEXADECIMAL[at % 16]}"
-        case types.BytesType(min_length=shortest):
-            return bytes([at + 1]) * (shortest or 32)
+        case types.BytesType(min_length=shortest, max_length=longest):
+            return bytes([at + 1]) * (shortest or min(32, longest or 32))
         case types.LiteralType(values=some):
             return some[-1]
         case types.UnionType(types=members):

@@ -22,7 +22,7 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[msgspec.Struc
         (*typing.get_args(peer.PeerMessage), peer.ConnectionKey, peer.MemoryAgent, peer.Traced),
     ),
     "handshakes": (peer.handshake_decoder, typing.get_args(peer.Handshake)),
-    "bulk requests": (peer.bulk_request_decoder, (peer.Pull, peer.TracedPull)),
+    "bulk requests": (peer.bulk_request_decoder, (peer.Pull,)),
     "bulk replies": (peer.pulled_decoder, (peer.Pulled,)),
     "bulk progress": (peer.taken_decoder, (peer.Taken,)),
 }

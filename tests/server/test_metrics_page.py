@@ -122,7 +122,7 @@ def test_readers_that_read_nothing_hold_no_thread(
     ask = b"GET /page.json HTTP/1.0\r\nAuthorization: Bearer x\r\nAccept-Encoding: gzip\r\n\r\n"
     with contextlib.ExitStack() as stack:
         # Each request keeps its thread for as long as this says when it comes.
-        monkeypatch.setattr(metrics_page, "REQUEST_S", 3.0)
+        monkeypatch.setattr(metrics_page, "REQUEST_S", 8.0)
         readers = []
         for _ in range(http.MAX_AT_ONCE):
             readers.append(stack.enter_context(socket.create_connection(("127.0.0.1", served.address.port), 30.0)))

@@ -391,13 +391,8 @@ class Pull(_Message, frozen=True, tag=20):
     agent: AgentName = ""
     version: Index = 0
     """The `MemoryAgent` of the receiver by which the sender can read its memory; empty: it needs the bytes."""
-
-
-class TracedPull(Pull, frozen=True, tag=65):
-    """A `Pull` that belongs to a sampled trace."""
-
     trace: TraceContext = NO_TRACE
-    """The span of the transfer at the receiver."""
+    """The span of the transfer at the receiver, of a sampled trace."""
 
 
 class Pulled(_Message, frozen=True, tag=21):
@@ -461,7 +456,7 @@ control_decoder: msgspec.msgpack.Decoder[PeerMessage | ConnectionKey | MemoryAge
 )
 Handshake = OpenConnection | PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
 handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
-bulk_request_decoder: msgspec.msgpack.Decoder[Pull | TracedPull] = msgspec.msgpack.Decoder(Pull | TracedPull)
+bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
 taken_decoder: msgspec.msgpack.Decoder[Taken] = msgspec.msgpack.Decoder(Taken)
 

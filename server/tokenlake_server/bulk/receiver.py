@@ -22,7 +22,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
 import xxhash
 
 from tokenlake.content import content_limit
@@ -332,10 +331,14 @@ class BulkReceiver:
             keys = b"".join(instruction.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES] for index in part)
             agent, version = offer
             pull = peer.Pull(
-                instruction.tenant, keys, instruction.request, instruction.background, agent=agent, version=version
+                instruction.tenant,
+                keys,
+                instruction.request,
+                instruction.background,
+                agent=agent,
+                version=version,
+                trace=instruction.trace,
             )
-            if instruction.trace:
-                pull = peer.TracedPull(**msgspec.structs.asdict(pull), trace=instruction.trace)
             limit(stream.sock, until)
             stream.send_frame(pull)
             reply = decode(peer.pulled_decoder, stream.read_frame(peer.MAX_FRAME))

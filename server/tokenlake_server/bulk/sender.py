@@ -24,7 +24,7 @@ from tokenlake.core.instructions import SendBulk
 from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.metrics import Level, Metric
-from tokenlake.trace import NO_TRACE, checked
+from tokenlake.trace import checked
 from tokenlake.wire import Code, peer
 from tokenlake.wire.fields import RecordKeys
 from tokenlake.wire.frames import decode
@@ -189,9 +189,10 @@ class BulkSender:
             if request.request and log.isEnabledFor(logging.DEBUG):
                 count = len(request.keys) // KEY_BYTES
                 log.debug("request %r: %s pulls %d segments", request.request, node, count)
-            trace = checked(request.trace) if isinstance(request, peer.TracedPull) else NO_TRACE
             self._driver.post(
-                events.PullRequested(number, node, request.tenant, request.keys, request.background, trace)
+                events.PullRequested(
+                    number, node, request.tenant, request.keys, request.background, checked(request.trace)
+                )
             )
             try:
                 instruction = stream.instructions.get()
