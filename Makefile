@@ -128,7 +128,8 @@ site: install-site
 
 # Both distributions, from their source distributions, so that a file that is missing there is missing in the wheels.
 # `export PIP_FIND_LINKS=$$PWD/dist` lets pip find them.
-wheel: install-dev
+wheel: $(BIN)/python
+	$(PIP_INSTALL) build hatchling
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
 	$(BIN)/python -m build --no-isolation --outdir dist bench >/dev/null

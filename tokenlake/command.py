@@ -18,18 +18,18 @@ GROUP = "tokenlake.commands"
 GROUPS = {
     "run": {
         "serve": "run the daemon of this node",
-        "config": "show each setting, its value and where it came from; the sizes of known models",
+        "config": "show each setting and its source, and the sizes of known models",
         "ca": "make a certificate authority, and certificates of nodes",
     },
     "watch": {
-        "status": "show the nodes of the cluster, their memory and hits, and problems with their cures",
+        "status": "show nodes, their memory and hits, and problems with their cures",
         "top": "watch rates per node and tenant, hot prefixes and slow calls",
         "page": "print the address of the page of a node, with a token that expires",
-        "explain": "show how many tokens of one request the pool had, and why the others were missed",
-        "doctor": "check a node before and while it runs, and say how to cure what is wrong",
+        "explain": "show what the pool had of a request, and why the rest was missed",
+        "doctor": "check a node before and while it runs, and name the cures",
         "check": "send segments between all nodes and compare their bytes",
         "members": "list the members of the cluster, their weights and states",
-        "events": "print segments as they are stored and evicted, and changes of the ring",
+        "events": "print stores and evictions of segments, and changes of the ring",
     },
     "change": {
         "drain": "let a node hand its segments over, leave the cluster and end",
@@ -40,9 +40,9 @@ GROUPS = {
         "unpin": "end pins",
     },
     "try": {
-        "demo": "run three daemons and two engines on this machine, with and without the pool",
+        "demo": "run daemons and engines on this machine, with and without the pool",
         "bench": "measure the pool on a workload",
-        "workload": "write a workload as a trace file",
+        "workload": "write a workload, or your own logs, as a trace file",
     },
 }
 SUMMARIES = {name: text for commands in GROUPS.values() for name, text in commands.items()}
@@ -105,7 +105,7 @@ def _listing(commands: dict[str, EntryPoint]) -> str:
     for group, summaries in {**GROUPS, "others": others}.items():
         listed = [f"  {name:<10} {summary}" for name, summary in summaries.items() if name in commands]
         lines += ["", f"{group}:", *listed] if listed else []
-    lines += ["", "`tokenlake COMMAND --help` lists the options of a command, `tokenlake --version` shows the version."]
+    lines += ["", "`tokenlake COMMAND --help` lists options, `tokenlake --version` shows the version."]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")
         lines.append(IN_A_CLONE)
