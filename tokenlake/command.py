@@ -105,7 +105,7 @@ def _listing(commands: dict[str, EntryPoint]) -> str:
     for group, summaries in {**GROUPS, "others": others}.items():
         listed = [f"  {name:<10} {summary}" for name, summary in summaries.items() if name in commands]
         lines += ["", f"{group}:", *listed] if listed else []
-    lines += ["", "`tokenlake COMMAND --help` lists options, `tokenlake --version` shows the version."]
+    lines += ["", "`tokenlake COMMAND --help` lists its options; `tokenlake --version`"]
     if not set(BENCH_COMMANDS) <= commands.keys():
         lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")
         lines.append(IN_A_CLONE)
