@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -44,10 +43,10 @@ from tokenlake_server.membership import MembershipState
 from tokenlake_server.page.http import PATHS, PageServer
 from tokenlake_server.peers.states import PEER_STATES, PeerState
 from tokenlake_server.start.start_errors import address_error
+from tokenlake_server.version import VERSION
 
 log = logging.getLogger(__name__)
 
-VERSION = version("tokenlake")
 SNAPSHOT_S = 2.0
 """Seconds: when the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
 LATE = f"the control loop did not answer within {SNAPSHOT_S:.0f} s"

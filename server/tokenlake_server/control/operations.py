@@ -7,7 +7,6 @@ import functools
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import describe
@@ -36,6 +35,7 @@ from tokenlake_server.page.tokens import MAX_S as MAX_GRANT_S
 from tokenlake_server.page.tokens import PageTokens
 from tokenlake_server.peers.measurement import MAX_BYTES, MAX_S
 from tokenlake_server.peers.states import PeerState
+from tokenlake_server.version import VERSION
 
 SHOWN, MAX_SHOWN = 10, 256
 """Default and limit of the prefixes and calls of `GetActivity`."""
@@ -84,7 +84,7 @@ class Admin:
         return pb.GetStatusResponse(
             node=self._node.config.node,
             cluster=self._node.config.cluster,
-            version=version("tokenlake"),
+            version=VERSION,
             incarnation=self._node.driver.core.config.incarnation,
             uptime_s=now - self._started,
             memory_bytes=self._node.config.memory,

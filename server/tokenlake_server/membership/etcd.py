@@ -9,7 +9,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
-from importlib.metadata import version
 
 from tokenlake.config import Address, ServerConfig
 from tokenlake.directory.ring_record import RingRecord
@@ -20,6 +19,7 @@ from tokenlake_server.membership.changes import draining, removed
 from tokenlake_server.membership.etcd_client import Access, on_any
 from tokenlake_server.membership.keeper import Keeper
 from tokenlake_server.membership.stored import Registration, Stored, change
+from tokenlake_server.version import VERSION
 
 CHANGE_S = 10.0
 """Seconds that `drain` and `remove` may take."""
@@ -51,7 +51,7 @@ class EtcdMembership:
     def start(self, address: Address, changed: OnMembers) -> None:
         """Begin to reach etcd, for as long as it takes. `address`, `changed`: see `Membership`."""
         self._changed = changed
-        registration = Registration(str(address), self._incarnation, self._memory, version("tokenlake"))
+        registration = Registration(str(address), self._incarnation, self._memory, VERSION)
         self._keeper = Keeper(self._access, self._cluster, self._node, registration, self._publish)
         self._running = self._thread.submit(self._keeper.run())
 

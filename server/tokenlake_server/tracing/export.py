@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -18,6 +17,7 @@ from opentelemetry.trace import Tracer
 
 from tokenlake.metrics import Level
 from tokenlake_server.tracing import SPANS
+from tokenlake_server.version import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Export:
                 "service.name": "tokenlake",
                 "service.namespace": cluster,
                 "service.instance.id": node,
-                "service.version": version("tokenlake"),
+                "service.version": VERSION,
             }
         )
         self.roots = ROOTS in os.environ
@@ -56,7 +56,7 @@ class Export:
         )
         self._queue = _Bounded(self._exporter)
         self._provider.add_span_processor(self._queue)
-        self.tracer: Tracer = self._provider.get_tracer("tokenlake", version("tokenlake"))
+        self.tracer: Tracer = self._provider.get_tracer("tokenlake", VERSION)
 
     def gauges(self) -> list[Level]:
         """Gauges for the metrics page."""
