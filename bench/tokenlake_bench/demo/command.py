@@ -426,7 +426,7 @@ def _show(console: Console, result: DemoResult, plan: DemoPlan, *, random_model:
         console.print(verdict(text, good=good))
     if any(each.others > QUIET for each in shown):
         used = ", ".join(format_share(each.others) for each in shown)
-        console.print(f"Other programs used {used} of the processors: repeat it without them.")
+        console.print(f"Other programs took {used} of the processors meanwhile.")
     if random_model:
         console.print("The model is tiny and random: the hit rates carry over, the milliseconds do not.")
 
