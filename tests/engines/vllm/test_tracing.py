@@ -56,12 +56,9 @@ def test_one_tree_over_engine_daemon_and_peer(
     arguments: dict[str, Any] = {"otlp_traces_endpoint": f"{collector.url}/v1/traces", "disable_log_stats": False}
     tokens = prompt(TOKENS, 1 if kind is ForkedEngine else 2)
     writer, reader = Caller(), Caller()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in HTTP.items():
-            patch.setenv(name, value)
-        engines: list[Engine] = [
-            kind(model, tmp_path / f"{at}.log", pool_of(traced.nodes[at]), **arguments) for at in (0, 1)
-        ]
+    engines: list[Engine] = [
+        kind(model, tmp_path / f"{at}.log", pool_of(traced.nodes[at]), environment=HTTP, **arguments) for at in (0, 1)
+    ]
     try:
         headers = {"traceparent": writer.traceparent}
         expected = engines[0].call("traced", name="writes", prompt=tokens, tokens=8, headers=headers)
