@@ -152,7 +152,7 @@ def test_two_requests_lock_the_same_object(servers: Servers) -> None:
 
 
 def test_the_lease_of_an_aborted_request_ends(servers: Servers) -> None:
-    server = servers.start(lease_s=0.001)
+    server = servers.start(lease_s=0.5)
     server.store(keys(3), written(3))
     assert server.find(keys(3)) == [True] * 3
     wait_until(lambda: server.adapter.counts.pages_not_read == 3, "the lease has ended", TIMEOUT_S)
