@@ -44,7 +44,7 @@ AFTER = 40
 """Number of requests from the kill on that show what it costs."""
 OBJECTIVE = 2.0
 """The objective of the time to the first token, in median times of an engine that has no cache and no queue."""
-QUIET = 0.1
+QUIET = 0.2
 """Above this part of the processors, other programs change the durations, and the output says so."""
 SHIP_MEMORY = "128MiB"
 DOCUMENTS, QUESTIONS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 3, 2, 2048, 24, 4
