@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.rules.settings import CERTIFICATE, SECRET, load, tenant
-from tokenlake.config import Secret, Tenant
+from tokenlake.config import Secret, Tenant, load_config
 from tokenlake.errors import ConfigurationError
 
 
@@ -131,3 +131,10 @@ def test_a_password_goes_to_no_other_machine_without_encryption() -> None:
     assert load(**there, etcd_ca="etcd-ca.pem").config.etcd_user == "lake"
     assert load(**there | {"etcd": "127.0.0.1:2379"}).config.etcd_user == "lake"
     assert load(**there, unencrypted_beyond_loopback=True).config.etcd_user == "lake"
+
+
+def test_a_password_in_a_url_is_masked() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(toml_text="", environ={}, flags={"otlp": "http://alice:pass-word/@@collector:4318"}, uid=0)
+    assert "collector:4318" in str(caught.value)
+    assert "pass-word" not in str(caught.value)

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ Given = tuple[str, object, str]
 """(name, raw value, origin) of a setting in one source."""
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+_PASSWORD = re.compile(r"(://).*@")
+"""User and password in a URL."""
 _SECRETIVE = ("tenant", "secret", "token", "credential")
 LEAST_LIKENESS = 0.7
 """Least ratio of `difflib` from which on an unknown name is taken for a misspelt one: `memroy` has 0.83 with `memory`,
@@ -134,6 +137,8 @@ def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str
     # Tables are masked because those of tenants hold secrets; unknown names, because one may be a misspelt secret.
     if _is_table(value) or (setting is not None and setting.secret) or any(word in name for word in _SECRETIVE):
         value = MASK
+    elif isinstance(value, str):
+        value = _PASSWORD.sub(rf"\1{MASK}@", value)
     return ConfigurationError(name, value, f"{expected} (set by {source})")
 
 
