@@ -81,6 +81,8 @@ class CoreConfig(RuleSettings, frozen=True):
     for nodes that have not heard of the change. It must be longer than `sync_grace_s`, and longer than a
     node may take to hear of the change."""
     directory_limit: int = 1 << 20
+    keep: bool = False
+    """Does the driver keep the memory for the next daemon, with a ledger of the segments in it (`Record`)?"""
 
 
 def ring_of(record: RingRecord, node: NodeId) -> Ring:
