@@ -92,6 +92,9 @@ class Welcome(_Message, frozen=True, tag=2):
     `resume` of that `Hello`? Then the regions that the process maps are those of this daemon, slots and generations are
     as before, and the process says in `Regrant`, before any other request, what it holds. False for a process that
     speaks protocol version 1: it opens its regions anew."""
+    keep_s: Seconds = 0.0
+    """Seconds for which the process keeps its mappings and the lock when the connection has ended: the memory outlives
+    the daemon, and the next one may go on with it. 0: it drops them at once."""
 
 
 class Failed(_Message, frozen=True, tag=3):

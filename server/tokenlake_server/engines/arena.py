@@ -183,13 +183,22 @@ class Arena:
 
     def adopt(self, number: int, descriptor: int, nbytes: int, slot_bytes: int) -> None:
         """Take over the region of a daemon that has ended, as `Region.adopt`. Raises `ValueError` and `OSError`."""
-        self._regions[number] = Region.adopt(number, descriptor, nbytes, slot_bytes, huge_pages=self._huge_pages)
+        region = Region.adopt(number, descriptor, nbytes, slot_bytes, huge_pages=self._huge_pages)
+        if slot_bytes:
+            # The daemon before may have ended between the cut and this.
+            region.trim()
+        self._regions[number] = region
 
     def generations(self, number: int, slot_bytes: int) -> NDArray[np.uint64]:
         """The generation of each slot of a region, shape [slots]: a copy of its header."""
         region = self._regions[number]
         slots = RegionShape(region.nbytes, slot_bytes).slots
         return np.frombuffer(region.view, np.uint64, slots).copy()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the arena's regions."""
+        return list(self._regions)
 
     def region(self, number: int) -> Region:
         """The arena's region with that number. Raises KeyError where there is none."""

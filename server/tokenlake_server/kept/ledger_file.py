@@ -271,7 +271,7 @@ class LedgerFile:
                 continue
             number, state, nbytes, slot_bytes, maker, at, size, tenant, digest = _ENTRY.unpack(fields)
             inside = _table_end(self._places) <= at <= at + size <= len(self._view)
-            if state == _SPARE and not slot_bytes or state == _CUT and slot_bytes and inside:
+            if (state == _SPARE and not slot_bytes) or (state == _CUT and slot_bytes and inside):
                 shape = RegionShape(nbytes, slot_bytes or 1)
                 if state == _SPARE or shape.slots * stride(slot_bytes) <= size:
                     self._note(place, Entry(number, nbytes, slot_bytes, maker, at, size, _text(tenant), digest))
