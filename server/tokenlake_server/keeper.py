@@ -21,6 +21,7 @@ Both sides check that the other one is a process of their own user.
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import os
 import resource
@@ -50,7 +51,12 @@ def packet(word: bytes, argument: bytes = b"") -> bytes:
 def receive(sock: socket.socket) -> tuple[bytes, bytes, int | None]:
     """The word and the argument of the next message, and the descriptor beside it, which the caller owns. An empty
     word: the other side has closed the connection. Raises OSError."""
-    data, descriptors, _, _ = socket.recv_fds(sock, MAX_PACKET, 4, socket.MSG_CMSG_CLOEXEC)
+    # Not `socket.recv_fds`, which leaves the flag out.
+    data, ancillary, _, _ = sock.recvmsg(MAX_PACKET, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
     for surplus in descriptors[1:]:
         os.close(surplus)
     word, _, argument = data.partition(b"\0")
