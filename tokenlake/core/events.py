@@ -40,8 +40,9 @@ class Joined(_Event, frozen=True, tag=1):
     """Earlier connection of the process, whose leases and writes it keeps; 0 for none."""
     survivor: int = 0
     """Number of the process in `MemoryKept.survivors`, if it is one that has not returned yet; else 0. `session` is
-    then its session at the daemon before, which goes on under its number. The process itself is still a survivor until
-    it has said in `Regrant` what it holds."""
+    then the number of its session at the daemon before, which goes on under the number that `Welcomed` gives. The
+    process is still a survivor until it has said in `Regrant` what it holds, and joins as one again over a further
+    connection."""
 
 
 class Requested(_Event, frozen=True, tag=2):

@@ -88,13 +88,13 @@ class Welcome(_Message, frozen=True, tag=2):
     """The names of the models of the tenant whose segments the daemon publishes to routers: for them the process sends
     `Prepare.contents`."""
     kept: bool = False
-    """Has this daemon kept the memory of the daemon that `Hello.incarnation` names, and the numbers `session` and
-    `resume` of that `Hello`? Then the regions that the process maps are those of this daemon, slots and generations are
-    as before, and the process says in `Regrant`, before any other request, what it holds. False for a process that
-    speaks protocol version 1: it opens its regions anew."""
+    """Has this daemon kept the memory of the daemon that `Hello.incarnation` names, where the process is known? Then
+    the regions that the process maps are those of this daemon, slots and generations are as before, the session of that
+    `Hello` goes on under the number `session`, and the process says in `Regrant`, before any other request, what it
+    holds. False for a process that speaks protocol version 1: it opens its regions anew."""
     keep_s: Seconds = 0.0
-    """Seconds for which the process keeps its mappings and the lock when the connection has ended: the memory outlives
-    the daemon, and the next one may go on with it. 0: it drops them at once."""
+    """Seconds for which the process keeps its mappings when the connection has ended: the memory outlives the daemon,
+    and the next one may go on with it. 0: it drops them at once."""
 
 
 class Failed(_Message, frozen=True, tag=3):

@@ -89,6 +89,8 @@ class EngineConnection:
         """True once the process has locked its file (`ConnectedProcess.lock`)."""
         self.survivor = 0
         """The number of the process at the daemon before, if it continues what it began there; else 0."""
+        self.regranted = False
+        """True once it has said what it holds of that."""
         self._loop = loop
         self._version = 0
         self._account: Account | None = None
@@ -241,10 +243,12 @@ class EngineConnection:
         if self._frames is not None:
             self._frames.max_frame = engine.MAX_FRAME
 
-    def forget_earlier(self) -> None:
-        """Let the process begin anew: it named a session of a daemon that has ended."""
+    def in_session(self, session: int) -> engine.Hello:
+        """The process named a session of an earlier daemon: it has the number `session` here, or begins anew (0)."""
         assert self.hello is not None
-        self.hello = msgspec.structs.replace(self.hello, session=0, resume=0)
+        resume = self.hello.resume if session else 0
+        self.hello = msgspec.structs.replace(self.hello, session=session, resume=resume)
+        return self.hello
 
     def continue_from(self, survivor: int, lock: int) -> None:
         """The process continues what it began at the daemon before, where its number was `survivor`, and holds the lock
@@ -261,7 +265,7 @@ class EngineConnection:
         if resumed is not None:
             self.maps, self.origin = resumed.maps, resumed.origin
             self.opened |= resumed.opened
-            self.locked, self.survivor = resumed.locked, resumed.survivor
+            self.locked, self.survivor, self.regranted = resumed.locked, resumed.survivor, resumed.regranted
         self._deadline.cancel()
         return self._version
 

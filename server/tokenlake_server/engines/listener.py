@@ -129,8 +129,9 @@ class EngineListener:
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._orders = orders
         self._keeper = kept
-        self._lives: dict[int, int] = {}
-        """By session of the daemon before that goes on here, the incarnation under which its processes know it."""
+        self._lives: dict[int, tuple[int, int]] = {}
+        """By session of the daemon before that goes on here: the incarnation and the number under which its processes
+        know it."""
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -189,8 +190,6 @@ class EngineListener:
         joined = connection.joined
         if self._forget(connection) and joined:
             self._driver.handle(events.ProcessGone(connection.number))
-            if connection.survivor and self._keeper is not None:
-                self._keeper.gone(connection.survivor)
 
     def _forget(self, connection: EngineConnection) -> bool:
         """Release the resources of the connection; returns False when they were released before."""
@@ -320,6 +319,8 @@ class EngineListener:
             self._contents.offer(connection.tenant, split_keys(message.keys), message.contents, limit)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
+        if isinstance(message, engine.Regrant) and message.last:
+            connection.regranted = True
 
     def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Hello)
@@ -329,12 +330,12 @@ class EngineListener:
         try:
             connection.identify(message, self._tenants, self._settings.memory)
             survivor = self._survivor(connection)
-            known = self._settings.incarnation, self._lives.get(message.session, 0)
-            if not survivor and message.incarnation not in (0, *known):
-                # The process names a session and a connection of an earlier daemon. In this daemon their numbers may
-                # belong to other processes, so they are not used.
-                message = msgspec.structs.replace(message, session=0, resume=0)
-                connection.forget_earlier()
+            if not survivor and message.incarnation not in (0, self._settings.incarnation):
+                # The process names a session of an earlier daemon. In this daemon the number may belong to another
+                # engine, so it is used only if the session goes on here.
+                lives = message.incarnation, message.session
+                session = next((number for number, known in self._lives.items() if known == lives), 0)
+                message = connection.in_session(session)
             layout = connection.layout
             assert layout is not None
             with refused_for(Reason.LAYOUT):
@@ -367,11 +368,18 @@ class EngineListener:
                 # A query engine's match counts 0 tokens per segment: the tokens that it reads are counted as hits of
                 # the engine that sent the query, at that engine's node.
                 0 if self._tenants.is_query_engine(message.token) else layout.segment_tokens,
-                message.session,
-                resumed.number if resumed else 0,
-                survivor,
+                *self._continued(connection, resumed, survivor),
             )
         )
+
+    def _continued(
+        self, connection: EngineConnection, resumed: EngineConnection | None, survivor: int
+    ) -> tuple[int, int, int]:
+        """`Joined.session`, `resume` and `survivor` of a process."""
+        assert connection.hello is not None
+        if resumed is not None and resumed.survivor and not resumed.regranted:
+            return self._lives[resumed.session][1], 0, resumed.survivor
+        return connection.hello.session, resumed.number if resumed else 0, survivor
 
     def _survivor(self, connection: EngineConnection) -> int:
         """The number at the daemon before of a process that continues what it began there; 0 for another one."""
@@ -564,7 +572,7 @@ class EngineListener:
             assert hello is not None
             assert self._keeper is not None
             connection.continue_from(survivor, self._keeper.returned(survivor))
-            self._lives[instruction.session] = hello.incarnation
+            self._lives[instruction.session] = hello.incarnation, hello.session
         if resumed is not None:
             connection.process.take_over(resumed.process)
         if connection.process.pidfd is not None:
@@ -579,13 +587,15 @@ class EngineListener:
         if resumed is not None:
             # The rules handed the leases and writes of the resumed connection to the new one, so nothing of it is left.
             self._forget(resumed)
+        own = self._settings.incarnation, instruction.session
+        incarnation, session = self._lives.get(instruction.session, own)
         connection.send(
             engine.Welcome(
                 id=instruction.request,
                 version=version,
                 node=self._settings.node,
-                incarnation=self._lives.get(instruction.session, self._settings.incarnation),
-                session=instruction.session,
+                incarnation=incarnation,
+                session=session,
                 connection=connection.origin,
                 tenant=connection.tenant,
                 secret=connection.secret,
@@ -594,7 +604,7 @@ class EngineListener:
                 max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
                 published=self._contents.models(connection.tenant),
-                kept=bool(survivor),
+                kept=bool(connection.survivor) and not connection.regranted,
                 keep_s=0.0 if self._keeper is None else self._keeper.engines_wait_s,
             ),
             [] if lock is None else [lock],

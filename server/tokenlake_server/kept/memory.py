@@ -67,19 +67,11 @@ SEAL_S = 5.0
 """Limit of the seconds in which the rules write the newest notes, and in which the holder reads, when the daemon
 ends."""
 
-SURVIVORS = Metric(
-    "tokenlake_survivors",
-    "Processes of engines that map memory of the daemon before this one and have not come back: until then no slot of "
-    "that memory gets another segment for this tenant",
-    "tenant",
-    kind="gauge",
-)
 UNCHECKED = Metric(
     "tokenlake_unchecked_segments",
     "Segments of a daemon that crashed whose bytes have not been compared with their checksums yet",
     kind="gauge",
 )
-RECOVERED = Metric("tokenlake_kept_segments", "Segments that this daemon found in the memory kept for it", kind="gauge")
 
 
 class Survivor(NamedTuple):
@@ -347,14 +339,10 @@ class Kept:
         """A process of the daemon before has come back. Returns the file that it has locked, which the caller owns."""
         return self._survivors.pop(number).lock
 
-    def gone(self, number: int) -> None:
-        """A process of the daemon before that has come back is gone."""
-        assert self._driver is not None
-        self._driver.handle(SurvivorGone(number))
-
     def _look(self) -> None:
         """Look for processes of the daemon before that have ended, or have unmapped its memory."""
         assert self._loop is not None
+        assert self._driver is not None
         if self._ends:
             return
         for number, survivor in list(self._survivors.items()):
@@ -362,7 +350,7 @@ class Kept:
                 del self._survivors[number]
                 self._holder.drop(lock_name(number, survivor.tenant))
                 os.close(survivor.lock)
-                self.gone(number)
+                self._driver.handle(SurvivorGone(number))
         if self._survivors:
             self._loop.call_later(LOOK_S, self._look)
 
@@ -414,15 +402,8 @@ class Kept:
         self._ledger.set_complete(self._holder.complete and not self._unheld)
 
     def gauges(self) -> list[Level]:
-        """Engines of the daemon before, and segments, for the metrics page."""
-        count: dict[str, int] = {}
-        for survivor in self._survivors.values():
-            count[survivor.tenant] = count.get(survivor.tenant, 0) + 1
-        return [
-            *(Level(SURVIVORS, (tenant,), number) for tenant, number in count.items()),
-            Level(UNCHECKED, (), self._unchecked),
-            Level(RECOVERED, (), self._recovered),
-        ]
+        """Segments that wait for their check, for the metrics page."""
+        return [Level(UNCHECKED, (), self._unchecked)]
 
     # -- the end
 
