@@ -82,7 +82,7 @@ class LedgerFile:
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._view = memoryview(self._map)
-        self._places = _HEADER.unpack_from(self._view)[8]
+        self._places: int = _HEADER.unpack_from(self._view)[7]
         self._regions: dict[int, tuple[int, Entry]] = {}
         """The place in the table, and the entry, of each region."""
         self._records: dict[int, tuple[int, int, int]] = {}
