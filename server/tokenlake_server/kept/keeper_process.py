@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 
@@ -35,7 +34,8 @@ class KeeperProcess(Holder):
         """Connect to the keeper, or start one, and take what it holds. Raises `KeeperUnusable`."""
         self._path = path
         self._keep_s = keep_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+        """The process that this one started; 0 where a keeper was there."""
         try:
             sock = self._connect()
             taken = _take(sock)
@@ -60,8 +60,12 @@ class KeeperProcess(Holder):
                     return sock
                 if word == b"keeper":
                     raise KeeperUnusable(f"{self._path}: the keeper has version {version.decode()}, not 1")
-                if word and time.monotonic() > until:
+                if time.monotonic() > until:
                     raise KeeperUnusable(f"{self._path}: the keeper serves another daemon")
+            except ConnectionError:
+                # It ended when this daemon connected: the next attempt starts another one.
+                if time.monotonic() > until:
+                    raise
             except BaseException:
                 sock.close()
                 raise
@@ -76,10 +80,9 @@ class KeeperProcess(Holder):
             # Without site-packages and the environment: the keeper needs the standard library alone. Nothing of the
             # daemon's terminal or pipes, which would be open for as long as the keeper runs.
             command = [sys.executable, "-I", "-S", keeper.__file__, self._path, "--listening", str(number)]
-            null = subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                command, pass_fds=[number], stdin=null, stdout=null, stderr=null, start_new_session=True, cwd="/"
-            )
+            null = [(os.POSIX_SPAWN_OPEN, each, os.devnull, os.O_RDWR, 0) for each in range(3)]
+            # Not `subprocess`, whose objects expect that the process ends before this one.
+            self.pid = os.posix_spawn(sys.executable, command, {}, file_actions=null, setsid=True)
         sock = keeper.connect(self._path)
         if sock is None:
             raise KeeperUnusable(f"{self._path}: the keeper cannot be reached")
@@ -103,8 +106,9 @@ class KeeperProcess(Holder):
         """Start another keeper, and give it everything."""
         if self._loop is None:
             return
-        if self._process is not None:
-            self._process.poll()
+        if self.pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, os.WNOHANG)
         try:
             self._sock = self._connect()
             # It may be another keeper that a person started, and that holds something.

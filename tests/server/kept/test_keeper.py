@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,10 +33,16 @@ def content(number: int) -> bytes:
     return os.pread(number, 100, 0)
 
 
-def pid_of(path: str) -> int:
-    """The keeper that listens at the path."""
-    found = subprocess.run(["pgrep", "-f", f"keeper.py {path} "], capture_output=True, text=True, check=True)
-    return int(found.stdout)
+def ended(pid: int) -> int:
+    """Wait until a keeper that this process started has ended; its status."""
+    found = [(0, 0)]
+
+    def has_ended() -> bool:
+        found[0] = os.waitpid(pid, os.WNOHANG)
+        return found[0][0] == pid
+
+    wait_until(has_ended, "the keeper has ended")
+    return found[0][1]
 
 
 def gone(path: str) -> bool:
@@ -82,18 +87,17 @@ def test_many_descriptors(path: str) -> None:
 def test_the_time_is_over(path: str) -> None:
     holder = KeeperProcess(path, 0.01)
     holder.hold("one", memory(b"one"))
-    pid = pid_of(path)
     holder.close()
-    wait_until(lambda: gone(path) and not Path(f"/proc/{pid}/fd").exists(), "the keeper has ended", LIMIT_S)
+    assert ended(holder.pid) == 0
+    assert gone(path)
 
 
 def test_a_keeper_that_cannot_be_reached_ends(path: str) -> None:
     holder = KeeperProcess(path, 600)
     holder.hold("one", memory(b"one"))
-    assert holder._process is not None
     os.unlink(path)
     holder.close()
-    assert holder._process.wait(LIMIT_S) == 0
+    assert ended(holder.pid) == 0
 
 
 def test_a_second_daemon_is_told_to_wait(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +120,9 @@ def test_another_user_gets_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_daemon_that_keeps_nothing_ends_it(path: str) -> None:
     holder = KeeperProcess(path, 600)
     holder.hold("one", memory(b"one"))
-    assert holder._process is not None
     holder.close()
-    until = time.monotonic() + LIMIT_S
-    while holder._process.poll() is None and time.monotonic() < until:
-        end_keeper(path)
-        time.sleep(0.01)
-    assert holder._process.returncode == 0
+    wait_until(lambda: end_keeper(path) or gone(path), "it has ended")
+    assert ended(holder.pid) == 0
 
 
 def test_one_that_a_person_started_stays(path: str) -> None:
@@ -132,7 +132,7 @@ def test_one_that_a_person_started_stays(path: str) -> None:
         for _ in range(2):
             holder = KeeperProcess(path, 0.01)
             assert holder.taken == {}
-            assert holder._process is None, "it did not start another one"
+            assert not holder.pid, "it did not start another one"
             holder.hold("one", memory(b"one"))
             holder.drop_all()
             holder.close()
