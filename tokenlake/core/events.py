@@ -299,7 +299,8 @@ class RegionKept(_Event, frozen=True, tag=29):
 class SegmentsKept(_Event, frozen=True, tag=30):
     """Segments in regions that were kept, at most `MAX_KEPT`. Their bytes are right: the daemon before ended in order,
     or the driver has compared them with their checksums. The rules answer with a `Record` that clears those that they
-    do not take."""
+    do not take. The driver itself clears each record that it does not pass in, before it says that it has passed in
+    all: the slots get other segments then."""
 
     tenant: str
     slot_bytes: int

@@ -112,6 +112,8 @@ class CutRegion(_Instruction, frozen=True, tag=20):
     region: int
     nbytes: int
     slot_bytes: int
+    tenant: str
+    """The tenant to which the region belongs from now on."""
 
 
 class CloseRegion(_Instruction, frozen=True, tag=21):

@@ -445,6 +445,7 @@ class NodeCore:
             for part in (account, misses):
                 part.begin_tenant(self._context.counters, joined.tenant)
             self._refusals.begin_tenant(joined.tenant)
+            self._kept.unwanted.pop(joined.tenant, None)
             self._context.emit(Welcomed(event.connection, event.request, joined.id))
             self._regions.look()
         else:

@@ -97,7 +97,7 @@ class SegmentStore:
         self.removals = RemovalLog()
         """Why segments left this node, or others that told it."""
         self._gone: list[Segment] = []
-        self._opened: list[tuple[int, int, int]] = []
+        self._opened: list[tuple[int, int, int, TenantId]] = []
         self._reissued: list[bytes] = []
         self._counters = counters
         self._dirty_share = dirty_share
@@ -119,9 +119,9 @@ class SegmentStore:
         gone, self._gone = self._gone, []
         return gone
 
-    def take_slots(self) -> tuple[list[tuple[int, int, int]], list[bytes]]:
-        """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot), and
-        slots with a new generation, each packed."""
+    def take_slots(self) -> tuple[list[tuple[int, int, int, TenantId]], list[bytes]]:
+        """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot,
+        tenant), and slots with a new generation, each packed."""
         opened, self._opened = self._opened, []
         reissued, self._reissued = self._reissued, []
         return opened, reissued
@@ -545,7 +545,7 @@ class SegmentStore:
         slots = RegionShape(nbytes, pool.slot_bytes).slots
         self._slots.add_region(region, [0] * slots)
         pool.add_region(region, slots)
-        self._opened.append((region, nbytes, pool.slot_bytes))
+        self._opened.append((region, nbytes, pool.slot_bytes, pool.tenant))
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float, *, again: bool = False) -> bool:
         admitted = pool.primary.admits(key, hints, now)
