@@ -96,6 +96,22 @@ class Disks(Protocol):
         """The segments in memory are written: the daemon may end."""
 
 
+class Ledger(Protocol):
+    """The ledger of a simulated node whose memory outlives its daemon (`CoreConfig.keep`)."""
+
+    def record(self, order: instructions.Record) -> None:
+        """Write and clear the records of slots."""
+
+    def cut(self, order: instructions.CutRegion) -> None:
+        """A region has got its tenant and its slots."""
+
+    def close(self, order: instructions.CloseRegion) -> None:
+        """A region has ended."""
+
+    def sealed(self, order: instructions.Sealed) -> None:
+        """All records have the newest notes: the daemon may end."""
+
+
 class Pull(abc.ABC):
     """One transfer of segments from `sender` to `receiver`, from `StartFetch` to `FetchDone` and `SendDone`.
 
@@ -165,9 +181,11 @@ class NodeDriver:
         memory: Memory,
         membership: Membership | None = None,
         disks: Disks | None = None,
+        ledger: Ledger | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`membership`: None where the ring never changes. `disks`: None for a node without a disk tier."""
+        """`membership`: None where the ring never changes. `disks`: None for a node without a disk tier.
+        `ledger`: None for a node whose memory ends with it."""
         self.core = core
         self.stopped = False
         self.receives: dict[int, Pull] = {}
@@ -206,6 +224,13 @@ class NodeDriver:
         }
         if membership is not None:
             self._carry |= {instructions.ReadRing: membership.read, instructions.Drained: membership.drained}
+        if ledger is not None:
+            self._carry |= {
+                instructions.Record: ledger.record,
+                instructions.CutRegion: ledger.cut,
+                instructions.CloseRegion: ledger.close,
+                instructions.Sealed: ledger.sealed,
+            }
         self._disks = disks
         if disks is not None:
             self._carry |= {

@@ -104,6 +104,16 @@ class Channel(SharedSocket[EngineReply, Pending]):
         self.check()
         self._request(message)
 
+    def tell_last(self, message: EngineRequest) -> bool:
+        """Send the daemon a message without a reply behind which nothing is sent, also while the daemon is overdue.
+        Never waits. Returns False, and has sent nothing, while it does not read; bytes that wait (`unsent`) are sent by
+        `flush`. Raises `Unreachable`."""
+        try:
+            self._request(message)
+        except DeadlinePassed:
+            return False
+        return True
+
     def wait(self, pending: Pending, deadline_s: float) -> EngineReply:
         """Wait for the reply and return it. Raises `DeadlinePassed` after `deadline_s`, and the errors of `call`; a
         reply that arrives later becomes an orphan."""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, WriteId
 from tokenlake.wire import engine
+from tokenlake.wire.slots import SLOT_BYTES, slot_array
 from tokenlake_client.channel import Pending
 from tokenlake_client.link import Link
 
@@ -35,7 +36,7 @@ class LeaseHold:
     """The items (segments) of a lease that one `Lease` object holds: each item until it is released and no array over
     it is alive. Guarded by the lock of `Grants`. This object must refer to nothing that keeps the pool alive."""
 
-    __slots__ = ("counted", "id", "link", "pins", "read", "took", "unreleased")
+    __slots__ = ("counted", "id", "link", "pins", "places", "read", "took", "unreleased")
 
     def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
         self.id = lease
@@ -44,6 +45,9 @@ class LeaseHold:
         self.pins = np.zeros(items, np.uint32)
         """Per segment of the lease: the number of groups of arrays (one per `Lease.fetch`) over it that are alive."""
         self.unreleased = np.ones(items, np.bool_)
+        self.places: NDArray[np.void] = slot_array(bytes(SLOT_BYTES * items))
+        """Per segment of the lease: its place in this node's arena; zeros where it is not there. An array over that of
+        the `Lease` object."""
         self.read = np.zeros(items, np.bool_)
         """Per segment of the lease: True once this process has read it."""
         self.counted = True
@@ -89,12 +93,16 @@ class Grants:
         self._closed = False
         self._left = False
         """True once the daemon was told that the pool has left, or its connection was dropped."""
+        self._bye = False
+        """True once the daemon is being told that: nothing else is sent any more."""
         self._ended_pins: deque[tuple[LeaseHold, int, int]] = deque()
         self._pins = 0
         self._fillings = 0
         self._leases: dict[int, list[LeaseHold]] = {}
         self._writes: dict[int, int] = {}
         """By the number of a write, how many objects of this process hold the write."""
+        self._slots: dict[int, list[bytes]] = {}
+        """By the number of a write, the slots that each `Write` object of this process may fill, packed."""
         self._abort_when_free: set[int] = set()
         """Numbers of the writes to abort when no object of this process holds them any more."""
         self._attaching: dict[int, tuple[int, bool]] = {}
@@ -135,6 +143,11 @@ class Grants:
         return self._left
 
     @property
+    def leaving(self) -> bool:
+        """True while the daemon has not read yet that a closed pool leaves."""
+        return self._bye and not self._left
+
+    @property
     def accesses(self) -> int:
         """The number of groups of arrays over leased slots that are alive, plus the number of writes whose slots may
         still be filled."""
@@ -145,7 +158,8 @@ class Grants:
 
     def switch_to(self, link: Link) -> None:
         """Use `link` from now on. If it does not resume the session (another `Link.life`), all grants are dropped: they
-        ended with the session."""
+        ended with the session. Raises `Unreachable` and `DeadlinePassed` where a daemon that has kept its memory is not
+        told what this process holds of it; nothing has changed then."""
         with self.lock:
             if self._left:
                 self._leave(link)
@@ -156,22 +170,34 @@ class Grants:
             if link.life != self._link.life:
                 self._leases.clear()
                 self._writes.clear()
+                self._slots.clear()
                 self._abort_when_free.clear()
                 self._releases = {False: [], True: []}
                 self._took.clear()
                 self._uncounted.clear()
                 self._aborts.clear()
                 self._pins = self._fillings = 0
-            with contextlib.suppress(TokenLakeError):
+            if link.kept:
+                self._regrant(link)
+            else:
                 # This must be the first message over the link: the daemon takes back all grants that it does not name,
                 # such as those in replies that never arrived.
-                link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
+                with contextlib.suppress(TokenLakeError):
+                    link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
             previous, self._link = self._link, link
             previous.leave()
             # The messages that gave items back over the previous connection may not have arrived: send them again.
             self._abort_when_free.intersection_update(self._writes)
             for lease in self._leases:
                 self._release_unheld(lease)
+
+    def _regrant(self, link: Link) -> None:
+        """Tell a daemon that has the memory of the daemon before what this process holds of it. The caller holds the
+        lock, so that what is held does not change meanwhile."""
+        self._unpin_ended()
+        leases = [(lease, *_held_places(holds)) for lease, holds in self._leases.items()]
+        writes = [(write, slots) for write, found in self._slots.items() for slots in found]
+        link.tell_held([each for each in leases if any(each[2])], writes)
 
     def current(self, link: Link) -> Link:
         """The pool's current link. It serves for a lease or write that was granted over `link`, possibly an earlier
@@ -206,10 +232,9 @@ class Grants:
         access ends; the daemon keeps the slots until the process ends. Returns whether the pool has left."""
         with self.lock:
             self.sweep()
-            free = not self.accesses and not self._link.channel.broken
+            free = not self.accesses and (self._bye or not self._link.channel.broken)
             if self._closed and not self._left and (lost or free):
-                self._left = True
-                self._leave(self._link)
+                self._left = self._leave(self._link, lost=lost)
             return self._left
 
     def close_unless_pinned(self) -> bool:
@@ -220,15 +245,20 @@ class Grants:
             if self._pins:
                 return False
             self._closed = True
-            return self.leave_if_free(lost=True)
+            return self.leave_if_free(lost=bool(self._fillings) or self._link.channel.broken)
 
-    def _leave(self, link: Link) -> None:
+    def _leave(self, link: Link, *, lost: bool = False) -> bool:
+        """Say `Bye`, and drop the connection once the daemon has read it. Returns False until then, unless `lost`: the
+        bytes that the daemon has not read are dropped with the connection, and the leases would stay."""
         if not self.accesses and not link.channel.broken:
-            try:
-                link.channel.tell(engine.Bye())
-            except TokenLakeError as error:
-                log.debug("Bye was not sent: %s", error)
+            link.forget()
+            with contextlib.suppress(TokenLakeError):
+                self._bye = self._bye or link.channel.tell_last(engine.Bye())
+                link.channel.flush()
+                if not lost and not link.channel.broken and (not self._bye or link.channel.unsent):
+                    return False
         link.leave()
+        return True
 
     def _is_current(self, link: Link) -> bool:
         return not self._left and link.life == self._link.life
@@ -322,22 +352,27 @@ class Grants:
                 self._check_over(link)
                 self._writes[write] = self._writes.get(write, 0) + 1
 
-    def begin_filling(self, link: Link, write: WriteId) -> None:
-        """Record that the caller holds the write and is about to write to the write's slots; it must call `end_filling`
-        when it stops. Raises `Unreachable` when the connection has broken since the write was granted."""
+    def begin_filling(self, link: Link, write: WriteId, slots: bytes) -> None:
+        """Record that the caller holds the write and is about to write to the write's `slots`; it must call
+        `end_filling` with the same when it stops. Raises `Unreachable` when the connection has broken since the write
+        was granted."""
         with self.lock:
             self.current(link)
             self._check_over(link)
             self._fillings += 1
+            self._slots.setdefault(write, []).append(slots)
             self.hold_write(link, write)
 
-    def end_filling(self, link: Link) -> None:
+    def end_filling(self, link: Link, write: WriteId, slots: bytes) -> None:
         """Record that the caller of `begin_filling` has stopped writing to the slots of its write, because it commits
         the write or gives it up. The caller must call it exactly once per `begin_filling`; it has no effect once the
         session of `link` has ended."""
         with self.lock:
             if link.life == self._link.life:
                 self._fillings -= 1
+                self._slots[write].remove(slots)
+                if not self._slots[write]:
+                    del self._slots[write]
 
     def drop_write(self, link: Link, write: WriteId, *, abort: bool) -> None:
         """Record that one object of this process has ceased to hold the write. `abort`: abort the write at the daemon
@@ -444,7 +479,7 @@ class Grants:
         """Send the collected messages that give back the items and writes that no object holds. Never waits, never
         raises."""
         with self.lock:
-            if self._left:
+            if self._left or self._bye:
                 return
             self._unpin_ended()
             while self._collected:
@@ -506,6 +541,16 @@ def closed_with_arrays() -> int:
     """The number of closed pools of this process that are still known to their daemons, because arrays over leased
     slots, or writes, are alive."""
     return sum(not each.leave_if_free() for each in list(_closed_with_arrays))
+
+
+def _held_places(holds: list[LeaseHold]) -> tuple[int, bytes]:
+    """The number of items of a lease, and the places of those that its holds hold, packed; zeros for the others."""
+    packed = bytearray(SLOT_BYTES * len(holds[0].pins))
+    places = slot_array(packed)
+    for hold in holds:
+        held = hold.held() & (hold.places["generation"] != 0)
+        places[held] = hold.places[held]
+    return len(places), bytes(packed)
 
 
 def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -92,7 +92,7 @@ class HeartbeatThread(threading.Thread):
             if self._keeper() is None and self._grants.close_unless_pinned():
                 return
             ends = self._grants.closed or self._keeper() is None
-            if ends and (self._grants.leave_if_free() or time.monotonic() < beat_at):
+            if ends and (self._grants.leave_if_free() or self._grants.leaving or time.monotonic() < beat_at):
                 self._wake.wait(collect_s, self._grants.link.channel)
                 self._wake.forget()
                 collect_s = min(2 * collect_s, LONGEST_COLLECT_S)
@@ -113,8 +113,9 @@ class HeartbeatThread(threading.Thread):
                 log.exception("the heartbeat failed and is repeated")
             link = self._grants.link
             if link.channel.broken and not self._grants.left:
-                # The next daemon may need the memory that this process maps of the last one.
-                link.forget()
+                if not link.keeps:
+                    # The next daemon may need the memory that this process maps of the last one.
+                    link.forget()
                 beat_at = 0.0
                 time.sleep(RECONNECT_S)
             elif not ends:
@@ -136,7 +137,7 @@ class HeartbeatThread(threading.Thread):
 
     def _reconnect(self, previous: Link) -> None:
         """Open a new connection to the daemon: it resumes the session of the link `previous` where the daemon still has
-        it, else it begins a new session."""
+        it, or has the memory of the daemon before, else it begins a new session."""
         try:
             link = self._connector.connect(previous.session, previous.connection, previous.incarnation)
             link.resumes(previous)
@@ -144,11 +145,18 @@ class HeartbeatThread(threading.Thread):
             log.debug("session %d cannot be resumed: %s", previous.session, error)
             link = self._connector.connect(SessionId(0))
         except Unreachable:
-            previous.detach()
-            # A closed pool asks the next daemon for nothing.
-            self._grants.leave_if_free(lost=True)
+            if not previous.keeps:
+                previous.forget()
+                previous.detach()
+            if not (previous.keeps and self._grants.accesses):
+                # A closed pool asks the next daemon for nothing.
+                self._grants.leave_if_free(lost=True)
             raise
-        self._grants.switch_to(link)
+        try:
+            self._grants.switch_to(link)
+        except TokenLakeError:
+            link.channel.close()
+            raise
         if link.life != previous.life:
             previous.detach()
         log.warning("connected again to the daemon of node %s at %s", link.node, link.channel.path)

@@ -141,6 +141,8 @@ class Lease:
         """The holds of the parts with segments."""
         self._ends = list(itertools.accumulate(len(hold.pins) for hold in self._holds))
         """The end of each of these parts: the index of the segment after its last one."""
+        for hold, end in zip(self._holds, self._ends, strict=True):
+            hold.places = self.places[end - len(hold.pins) : end]
         self._empty: list[LeaseHold] = []
         """The holds of the parts without segments that are not released."""
         with self._grants.lock:

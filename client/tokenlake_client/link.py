@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -62,6 +64,10 @@ class Link:
         self.published = welcome.published
         """The names of the models whose segments the daemon publishes to routers."""
         self.heartbeat_s = welcome.heartbeat_s
+        self.kept = welcome.kept
+        """True: this daemon has the memory of the daemon before, and has to be told what this process holds of it."""
+        self._keep_s = welcome.keep_s
+        self._ended_at = math.inf
         self.deadlines = deadlines
         self._lock = lock
         self._left: list[weakref.ref[MappedMemory]] = []
@@ -75,11 +81,34 @@ class Link:
         return self.incarnation, self.session, self.connection
 
     def resumes(self, earlier: Link) -> None:
-        """Take over the lock of the link `earlier`, if this link has the same `life`. To be called before this link is
-        used."""
+        """Take over the lock of the link `earlier`, if this link has the same `life`, and its mappings, if this daemon
+        has kept the memory. To be called before this link is used."""
         if self.life == earlier.life:
             self._lock = earlier._lock
             self.forget()
+            if self.kept:
+                self.regions.take(earlier.regions)
+                self._left += earlier._left
+
+    @property
+    def keeps(self) -> bool:
+        """True while the connection has ended, and the mappings are kept for the next daemon, which may go on with the
+        memory."""
+        if self.channel.broken and self._ended_at == math.inf:
+            self._ended_at = time.monotonic()
+        return bool(self._keep_s) and time.monotonic() < self._ended_at + self._keep_s
+
+    def tell_held(self, leases: Iterable[tuple[int, int, bytes]], writes: Iterable[tuple[int, bytes]]) -> None:
+        """Tell a daemon that has kept its memory, before anything else, what this process holds of it, and wait until
+        it knows. `leases`: (lease, number of its items, the place of each, zeros where it is not held); `writes`:
+        (write, the slots that may still be filled). Raises `Unreachable`, `DeadlinePassed`."""
+        parts = list(_regrants(leases, writes))
+        pending = [
+            self.channel.begin(functools.partial(engine.Regrant, leases=some, writes=others, last=at == len(parts)))
+            for at, (some, others) in enumerate(parts, 1)
+        ]
+        for each in pending:
+            self.expect(self.channel.wait(each, self.deadlines.store_s), engine.Regranted)
 
     def leave(self) -> None:
         """Drop the mappings, and close the connection. The lock is held until the last mapping with arrays over it is
@@ -155,6 +184,31 @@ class Link:
 
     def _deadline(self, deadline_s: float | None) -> float:
         return self.deadlines.call_s if deadline_s is None else deadline_s
+
+
+def _regrants(
+    leases: Iterable[tuple[int, int, bytes]], writes: Iterable[tuple[int, bytes]]
+) -> Iterator[tuple[tuple[tuple[int, int, int, bytes], ...], tuple[tuple[int, bytes], ...]]]:
+    """Yield leases and writes in parts, each of which one `Regrant` may name; at least one part."""
+    room, some, others = engine.MAX_REGRANTED, list[tuple[int, int, int, bytes]](), list[tuple[int, bytes]]()
+    for lease, items, places in leases:
+        at = 0
+        while at < items:
+            stop = min(items, at + room)
+            some.append((lease, items, at, places[at * SLOT_BYTES : stop * SLOT_BYTES]))
+            room -= stop - at
+            at = stop
+            if not room:
+                yield tuple(some), ()
+                room, some = engine.MAX_REGRANTED, []
+    for write, slots in writes:
+        count = len(slots) // SLOT_BYTES
+        if count > room:
+            yield tuple(some), tuple(others)
+            room, some, others = engine.MAX_REGRANTED, [], []
+        others.append((write, slots))
+        room -= count
+    yield tuple(some), tuple(others)
 
 
 def _open_region(channel: Channel, deadlines: Deadlines, lock: ProcessLock | None, region: int, write: bool) -> Mapping:

@@ -112,6 +112,13 @@ class Regions:
         self._used[key] = now
         return mapping
 
+    def take(self, earlier: Regions) -> None:
+        """Take over the mappings of an earlier connection to the same memory."""
+        self._mapped |= earlier._mapped
+        self._used |= earlier._used
+        for memory in earlier.memories():
+            self._memories.append(weakref.ref(memory, self._memories.remove))
+
     def drop(self, region: int) -> None:
         """Drop the mappings of a region that the daemon has closed."""
         for write in (False, True):

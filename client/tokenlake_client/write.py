@@ -122,6 +122,8 @@ class Write:
         self._link = link
         self._shards = state.layout.shards
         self._done = not self.id
+        self._places = prepared.slots
+        """The granted slots, packed."""
         self.slots: list[tuple[int, NDArray[np.uint8]]] = []
         """The granted slots: (index into `keys`, writable array over the slot)."""
         self._checksums: list[bytes] = []
@@ -131,7 +133,7 @@ class Write:
             raise ProtocolRefused(f"the daemon answered for {len(self.codes)} segments, not {len(keys)}")
         if self._done:
             return
-        self._grants.begin_filling(link, self.id)
+        self._grants.begin_filling(link, self.id, prepared.slots)
         try:
             self.slots += (
                 (index, link.regions.get(place.region, write=True).slots[place.slot])
@@ -197,7 +199,7 @@ class Write:
             raise
         finally:
             # Behind the answer: a pool that was closed leaves the daemon with its last write.
-            self._grants.end_filling(self._link)
+            self._grants.end_filling(self._link, self.id, self._places)
         self._grants.drop_write(self._link, self.id, abort=False)
         for at, code in zip(indices, codes, strict=True):
             self.codes[at] = code
@@ -213,7 +215,7 @@ class Write:
         """Abort the write: its slots are given back to the daemon. Idempotent; never raises."""
         if not self._done:
             self._done = True
-            self._grants.end_filling(self._link)
+            self._grants.end_filling(self._link, self.id, self._places)
             self._grants.drop_write(self._link, self.id, abort=True)
 
     def expire(self) -> None:

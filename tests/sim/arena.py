@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tokenlake.identity import SegmentKey
@@ -33,12 +35,18 @@ class Region:
         self.flipped: set[SlotRef] = set()
         """Slots, each of one generation, in which a bit was flipped."""
 
+    def end(self) -> None:
+        """The pages are given back: those who map them see zeros."""
+        self.shards = [[bytes(8)] * SHARDS for _ in range(SLOTS)]
+        self.generations = [-1] * SLOTS
+
 
 class Arena:
     """The regions of one life of a daemon."""
 
-    def __init__(self, regions: int) -> None:
-        self.regions = {region: Region() for region in range(regions)}
+    def __init__(self, regions: int, kept: Mapping[int, Region] = MappingProxyType({})) -> None:
+        """`kept`: the regions of the life before."""
+        self.regions = {region: Region() for region in range(regions)} | dict(kept)
 
     def stamp(self, slots: list[SlotRef]) -> None:
         """These slots have new owners: store their generations."""

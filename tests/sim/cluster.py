@@ -31,15 +31,17 @@ class Cluster(World):
         regions: int = 3,
         recording: bool = False,
         disk_places: int = 0,
+        keep: bool = False,
         locations: Sequence[str] = (),
         **rules: float,
     ) -> None:
-        """`disk_places`: segments that the disk of each node holds. `locations`: of the first nodes. `rules`: fields of
+        """`disk_places`: segments that the disk of each node holds. `keep`: the memory of a node outlives its daemon.
+        `locations`: of the first nodes. `rules`: fields of
         `CoreConfig` that differ from the defaults of `World`, which are shorter than a daemon's."""
         names = [f"n{index}" for index in range(nodes)]
         of = {name: parse_location(location) for name, location in zip(names, locations, strict=False)}
         super().__init__(
-            names, seed, regions=regions, recording=recording, disk_places=disk_places, locations=of, **rules
+            names, seed, regions=regions, recording=recording, disk_places=disk_places, keep=keep, locations=of, **rules
         )
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
@@ -148,7 +150,11 @@ class Cluster(World):
             if node.core is not None and cores:
                 node.core.check_integrity()
                 orphaned = node.core.counters.by_labels(ORPHANED)
-                assert not orphaned.get(("primary",)), f"{node.name}: parents left before their children: {orphaned}"
+                # The ledger does not say which segment continues which.
+                kept = bool(orphaned.get(("primary",))) and not self.keep
+                assert not kept, f"{node.name}: parents left before their children: {orphaned}"
+                if node.kept is not None:
+                    node.kept.check(node.core)
 
     # -- the end
 

@@ -25,7 +25,8 @@ class SimProcess:
     """One connection to a daemon. `views` and `fills` hold the slots that it may read and write; it removes an entry
     before it tells the daemon."""
 
-    def __init__(self, node: SimNode, tenant: str, session: int, joined: Callable[[int], None]) -> None:
+    def __init__(self, node: SimNode, tenant: str, session: int, joined: Callable[[int, bool], None]) -> None:
+        """`joined`: called with the number of its session, and whether the process has returned to the next daemon."""
         self.node = node
         self.tenant = tenant
         self.connection = node.cluster.next_id()
@@ -34,6 +35,17 @@ class SimProcess:
         self.fills: dict[tuple[int, int], View] = {}
         """By (write, index)."""
         self.dead = False
+        self.survivor = 0
+        """Its number for the next daemon of the node, once it was given a lock; 0 before."""
+        self.session = 0
+        """Number of its session at the daemon that it joined last."""
+        self.items: dict[int, int] = {}
+        """Number of the items of its leases."""
+        self.returns_after_s: float | None = 0.0
+        """Seconds after which it connects to the next daemon that has kept the memory; None: it drops its mappings, as
+        a process that speaks an earlier version."""
+        self._returning = False
+        """It may not send anything until the daemon has welcomed it."""
         self.up: Channel[events.Event] = Channel(node.cluster.clock, node.deliver)
         self.down: Channel[Any] = Channel(node.cluster.clock, self._receive)
         self._joined = joined
@@ -45,7 +57,7 @@ class SimProcess:
     @property
     def attached(self) -> bool:
         """The process lives, and so does the daemon that it joined."""
-        return not self.dead and self.node.processes.get(self.connection) is self
+        return not self.dead and self.node.processes.get(self.connection) is self and not self._returning
 
     def tell(self, message: engine.EngineRequest) -> None:
         """Send one frame to the daemon."""
@@ -66,9 +78,18 @@ class SimProcess:
         if self.dead:
             return
         if isinstance(message, instructions.Welcomed):
-            self._joined(message.session)
+            self.session = message.session
+            if self.node.kept is not None:
+                self.node.kept.connected(self)
+            again, self._returning = self._returning, False
+            if again:
+                self._regrant()
+            self._joined(message.session, again)
         elif isinstance(message, engine.Failed):
             self.node.cluster.refusals.append(message.reason)
+            if self._returning:
+                self._returning = False
+                del self.node.processes[self.connection]
         else:
             arrived = decode(engine.reply_decoder, encode(message))
             self._waiting.pop(message.id)(arrived)
@@ -78,18 +99,66 @@ class SimProcess:
         self.down.cut()
         self.up.cut()
         self._waiting.clear()
+        self._returning = False
+
+    def back(self) -> None:
+        """The next daemon of the node runs, and has kept the memory: connect to it, or drop all mappings."""
+        life = self.node.life
+        clock = self.node.cluster.clock
+
+        def connect() -> None:
+            if self.dead or life.stopped or self.attached or self._returning:
+                return
+            self.connection = self.node.cluster.next_id()
+            self.node.processes[self.connection] = self
+            self._returning = True
+            sizes = self.tenant, SLOT_BYTES, SHARDS, SEGMENT_TOKENS
+            self.up.send(events.Joined(self.connection, 0, *sizes, self.session, 0, self.survivor))
+
+        def drop() -> None:
+            if self.dead or life.stopped:
+                return
+            if self.views or self.fills:
+                clock.after(0.02, drop)
+            elif self.node.kept is not None:
+                self.node.kept.gone(self)
+
+        if self.returns_after_s is None:
+            drop()
+        else:
+            clock.after(self.returns_after_s, connect)
+
+    def _regrant(self) -> None:
+        """Say which leases and writes it holds, in two parts."""
+        leases: list[tuple[int, int, int, bytes]] = []
+        for (lease, index), view in self.views.items():
+            leases.append((lease, self.items[lease], index, view.place.pack()))
+        writes: dict[int, bytes] = {}
+        for (write, index), view in sorted(self.fills.items()):
+            writes[write] = writes.get(write, b"").ljust(16 * index, b"\0") + view.place.pack()
+        half = len(leases) // 2
+
+        def regranted(reply: engine.Regranted) -> None:
+            known = (Code.LOCAL, Code.LOST, Code.EXPIRED, Code.COMMITTED, Code.SESSION_LIMIT)
+            assert all(code in known for code in reply.codes)
+
+        self.request(lambda number: engine.Regrant(number, tuple(leases[:half]), (), False), regranted)
+        rest = tuple(leases[half:]), tuple(writes.items())
+        self.request(lambda number: engine.Regrant(number, *rest, True), regranted)
 
     def die(self) -> None:
         """SIGKILL, or Bye: the process touches nothing any more, and the daemon is told."""
         if self.dead:
             return
-        attached = self.attached
+        attached = self.node.processes.get(self.connection) is self
         self.dead = True
         self.views.clear()
         self.fills.clear()
         if attached:
             self.up.send(events.ProcessGone(self.connection))
             del self.node.processes[self.connection]
+        elif self.node.kept is not None and self.survivor:
+            self.node.kept.gone(self)
 
     def view(self, packed: bytes, key: SegmentKey) -> View:
         """A pointer to the slot that a reply names."""
@@ -149,9 +218,11 @@ class Engine:
         self._beat()
 
     def _join(self, more: int) -> None:
-        def joined(session: int) -> None:
+        def joined(session: int, again: bool) -> None:
             self.session = session
-            if more > 1:
+            if again:
+                self._beat()
+            elif more > 1:
                 self._join(more - 1)
 
         self.processes.append(SimProcess(self.node, self.tenant, self.session, joined))
@@ -245,6 +316,7 @@ class Engine:
         *,
         verify: bool,
     ) -> None:
+        process.items[lease] = len(keys)
         for offset, code in enumerate(codes):
             if code == Code.LOCAL:
                 view = process.view(slots[16 * offset : 16 * offset + 16], keys[first + offset])

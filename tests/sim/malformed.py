@@ -136,6 +136,11 @@ def _wrong_requests() -> tuple[Any, ...]:
         engine.Prepare(1, KEY + KEY[::-1], (1 << 32) - 1),
         engine.Commit(1, 1, (0, 1), 3, bytes(31)),
         engine.Commit(1, 1, (0,), 1 << 31, bytes(8)),
+        engine.Regrant(1, ((1, 1, 1, bytes(16)),), (), False),
+        engine.Regrant(1, ((1, 1, 0, bytes(15)),), (), False),
+        engine.Regrant(1, ((1, 1 << 20, 0, b""),), (), False),
+        engine.Regrant(1, (), ((1, bytes(17)),), False),
+        engine.Regrant(1, ((1, 100, 0, bytes(1600)),), ((1, bytes(640)),), False),
     )
 
 
@@ -160,6 +165,9 @@ def malformed(core: NodeCore, connection: int, node: str) -> Iterator[events.Eve
     for saying in _right_sayings():
         yield events.PeerSent(STRANGER, saying)
         yield events.PeerSent(core.config.node, saying)
+    given = core._context.next_id()
+    yield events.Requested(connection, engine.Regrant(1, ((given, 1, 0, bytes(16)),), (), True))
+    yield events.Requested(connection, engine.Regrant(1, (), ((given, bytes(16)),), True))
     yield from _wrong_replies(core)
     yield from _wrong_events(core, node)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tests.sim.arena import SHARDS, SLOT_BYTES, Arena
 from tests.sim.clock import Channel
 from tests.sim.disk import Disk, Life
+from tests.sim.kept import KeptMemory
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tests.sim.world import World
 from tokenlake.core import NodeCore, events, instructions
@@ -28,6 +29,9 @@ class Process(Protocol):
 
     def disconnected(self) -> None:
         """The node crashed."""
+
+    def back(self) -> None:
+        """The next daemon of the node runs, and has kept the memory."""
 
 
 class Connection(Protocol):
@@ -67,18 +71,20 @@ class SimNode:
         """Outlives crashes; None if the node has none."""
         if cluster.disk_places:
             self.disk = Disk(cluster.clock, slab_bytes(SLOT_BYTES, cluster.disk_places))
+        self.arena = Arena(0 if cluster.keep else cluster.regions)
+        self.kept = KeptMemory(self) if cluster.keep else None
         self.start()
 
     # -- life
 
     def start(self) -> None:
-        """Begin a new life, empty. A node that left the cluster stays down."""
+        """Begin a new life, empty, or with the memory of the one before. A node that left the cluster stays down."""
         if self.retired:
             return
         self.incarnation += 1
         self.config = config = self.cluster.config(self.name, self.incarnation)
         self.started = self.cluster.clock.now
-        self.arena = Arena(config.regions)
+        self.arena = Arena(0 if config.keep else config.regions, self.kept.regions() if self.kept is not None else {})
         self.log: list[tuple[float, events.Event]] = []
         """Every event of this life with its time, when the cluster records."""
         self.emitted: list[list[instructions.Instruction]] = []
@@ -93,10 +99,31 @@ class SimNode:
             memory=self,
             membership=self,
             disks=self.disk,
+            ledger=self.kept,
             observer=self._observe,
         )
+        carry = self.life._carry
+        carry.update({kind: self._mortal(carried) for kind, carried in carry.items()})
         self.life.start()
+        if self.kept is not None:
+            self.kept.recover()
         self.find_disk()
+        for survivor in list(self.kept.survivors.values()) if self.kept is not None else ():
+            survivor.back()
+
+    def _mortal(self, carried: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`carried`, before which the node may be killed; the rest of the event's instructions has no effect then."""
+        life = self.life
+
+        def carry(order: Any) -> None:
+            if self.kept is not None and self.kept.dies_in is not None and not life.stopped:
+                self.kept.dies_in -= 1
+                if self.kept.dies_in < 0:
+                    self.crash()
+            if not life.stopped:
+                carried(order)
+
+        return carry
 
     def find_disk(self) -> None:
         """The disk, if the node has one, reports what is on it."""
@@ -113,9 +140,18 @@ class SimNode:
         """Between `freeze` and `thaw`."""
         return self.life.frozen
 
-    def crash(self) -> None:
-        """SIGKILL: connections break, its threads are gone, its memory stays with the processes that map it."""
+    def end(self) -> None:
+        """The daemon ends in order, soon, and leaves its memory to the next one."""
+        if self.kept is not None and self.core is not None:
+            self.kept.ends = True
+            self.deliver(events.SealRequested())
+
+    def crash(self, *, clean: bool = False) -> None:
+        """SIGKILL: connections break, its threads are gone, its memory stays with the processes that map it. `clean`:
+        it had ended in order."""
         self.life.stop()
+        if self.kept is not None:
+            self.kept.clean = clean
         for link in self.links.values():
             link.cut()
         for process in self.processes.values():
@@ -223,7 +259,10 @@ class SimNode:
 
     def stamp(self, order: instructions.Stamp) -> None:
         """Write the generation numbers of slots into the arena; see `tokenlake_testing.driver.Memory`."""
-        self.arena.stamp(unpack_slots(order.slots))
+        places = unpack_slots(order.slots)
+        if self.kept is not None:
+            self.kept.stamped(places)
+        self.arena.stamp(places)
 
     def check(self, order: instructions.CheckSlot) -> None:
         """Compare the bytes of a slot with its checksums, after a random delay, and record a slot with wrong bytes; see
@@ -251,6 +290,8 @@ class SimNode:
         def ready() -> None:
             if not life.stopped:
                 self.arena.add(order.region)
+                if self.kept is not None:
+                    self.kept.made(order.region, order.nbytes)
                 life.deliver(events.RegionReady(order.region))
 
         self.cluster.clock.after(0.01, ready)

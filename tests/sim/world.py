@@ -40,10 +40,13 @@ class World:
         regions: int,
         recording: bool,
         disk_places: int = 0,
+        keep: bool = False,
         locations: Mapping[str, Location] = MappingProxyType({}),
         **rules: float,
     ) -> None:
         """`locations`: of nodes, by name."""
+        self.keep = keep
+        """The memory of a node outlives its daemon."""
         self.clock = RandomClock(seed)
         self.disk_places = disk_places
         """Segments that the disk of each node holds; 0: no node has a disk."""
@@ -51,6 +54,8 @@ class World:
         self.watcher: Callable[[str, events.Event, list[instructions.Instruction]], None] = lambda *_: None
         """Called with the name of a node, each of its events and the instructions that its rules returned for it."""
         self.regions = regions
+        self.sizes: dict[str, int] = {}
+        """The regions of nodes whose memory differs from `regions`, from their next life on."""
         self.rules = {**SHORT_RULES, **rules}
         self.lease_s = self.rules["lease_s"]
         self._locations = dict(locations)
@@ -68,7 +73,8 @@ class World:
         """The configuration of a life of a node that begins now."""
         location = self._locations.get(name, NOWHERE)
         rules = {**self.rules, "location": location}
-        return CoreConfig(name, incarnation, self.record, self.regions, REGION_BYTES, **rules)  # type: ignore[arg-type]
+        sizes, keep = (self.record, self.sizes.get(name, self.regions), REGION_BYTES), self.keep
+        return CoreConfig(name, incarnation, *sizes, made=not keep, keep=keep, **rules)  # type: ignore[arg-type]
 
     def leave(self, name: str) -> None:
         """Take a node out of the ring record, and end it."""

@@ -228,6 +228,16 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="Kubernetes and systemd kill a daemon that takes longer than 30 or 90 s to end",
         ),
     ] = 10.0
+    keep_s: Annotated[
+        float,
+        Meta(ge=0, le=86_400, description="seconds"),
+        Setting(
+            "time for which a small process, the keeper, keeps the memory after the daemon ended, so that the next "
+            "daemon goes on with it; at 0 memory ends with the daemon, unless systemd keeps it "
+            "([memory over restarts](operations/memory-over-restarts.md))",
+            why="memory that nobody uses any more is free at once",
+        ),
+    ] = 0.0
     huge_pages: Annotated[
         bool,
         Setting(

@@ -7,7 +7,7 @@ sockets, threads, the clock, bytes. Its duties:
 2. Pass in one event at a time (`handle(event, now)`), each with the time at which it happened, from one thread. Events
    of one connection keep their order.
 3. Carry out the returned instructions in their order, before the next event is passed in. An instruction is an order
-   and not a question: `Stamp` and `CutRegion` come first and must be done before a slot is named to anyone.
+   and not a question: `CutRegion`, `Record` and `Stamp` come first and must be done before a slot is named to anyone.
 4. Pass in `Tick` when the time of `next_wake()` has come; each `Tick` fires one timer. A driver that was late passes in
    the events that arrived meanwhile first, so that its own delay makes no peer overdue.
 5. End each `StartFetch`, `DiskRead`, `DiskWrite`, `DiskErase`, `SendBulk` and `CheckSlot` with one event,

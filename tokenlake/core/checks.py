@@ -15,6 +15,7 @@ from __future__ import annotations
 from tokenlake.core import events
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.serve import Serving
+from tokenlake.core.context import Context
 from tokenlake.core.engines.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
@@ -25,7 +26,8 @@ from tokenlake.wire.checks import check_peer_message, check_request
 class Checks:
     """Checks events against the state of one node's rules, which it never changes."""
 
-    def __init__(self, sessions: Sessions, peers: Peers, serving: Serving) -> None:
+    def __init__(self, context: Context, sessions: Sessions, peers: Peers, serving: Serving) -> None:
+        self._context = context
         self._sessions = sessions
         self._peers = peers
         self._serving = serving
@@ -46,6 +48,10 @@ class Checks:
     def _requested(self, event: events.Requested) -> None:
         message = event.message
         check_request(message)
+        if type(message) is engine.Regrant:
+            numbers = (*(lease for lease, *_ in message.leases), *(write for write, _ in message.writes))
+            for number in filter(self._context.is_own_id, numbers):
+                raise ValueError(f"a Regrant of {number}, a number of this daemon's and not of the one before")
         if type(message) is engine.Commit:
             process = self._sessions.process(ConnectionId(event.connection))
             if process is not None and message.shards >> process.session.shards:

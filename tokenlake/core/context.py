@@ -81,6 +81,8 @@ class CoreConfig(RuleSettings, frozen=True):
     for nodes that have not heard of the change. It must be longer than `sync_grace_s`, and longer than a
     node may take to hear of the change."""
     directory_limit: int = 1 << 20
+    keep: bool = False
+    """Does the driver keep the memory for the next daemon, with a ledger of the segments in it (`Record`)?"""
 
 
 def ring_of(record: RingRecord, node: NodeId) -> Ring:
@@ -146,7 +148,8 @@ class Context:
         """Instructions for the driver that the event being handled has led to so far."""
         # The ids of each incarnation of the daemon begin at another number, so that an id from before a restart names
         # no object of this incarnation.
-        self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
+        self._first_id = ((config.incarnation & 0x7FFFFFFF) << 31) + 1
+        self._ids = itertools.count(self._first_id)
 
     @property
     def draining(self) -> bool:
@@ -162,6 +165,11 @@ class Context:
         """Returns a number for a new session, lease, write, call or fetch, unique over all incarnations of this
         node."""
         return next(self._ids)
+
+    def is_own_id(self, number: int) -> bool:
+        """Returns True for a number that `next_id` has given or may still give, and False for those of incarnations
+        before."""
+        return self._first_id <= number < self._first_id + (1 << 31)
 
     def vacancy(self) -> Vacancy:
         """How much room the memory of this node has for further segments, now."""

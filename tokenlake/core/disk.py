@@ -26,6 +26,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
+from tokenlake.core.cluster.found import TOLD, Found
 from tokenlake.core.context import Context, Part
 from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovered, DiskWritten
 from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
@@ -63,8 +64,6 @@ AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 4, 64, 1024
 limits."""
 WRITE_SEGMENTS, WRITE_BYTES = 64, 64 << 20
 """Limits of one write; it has at least one segment."""
-TOLD = 128
-"""Segments on disk that are told to directory nodes at once, before other events are handled."""
 
 
 class _Write(NamedTuple):
@@ -108,8 +107,7 @@ class Disk(Part):
         self._erasures: list[Erasure] = []
         self._evictions = 0
         """Segments that memory evicted since the rules last looked for segments to write."""
-        self._told: deque[tuple[TenantId, list[SegmentKey]]] = deque()
-        """Segments that were found on devices and that directory nodes are still to be told of."""
+        self._found = Found(context, directory_node, lambda tenant, key: self._tier.find(tenant, key) >= 0)
         self._saving: deque[Segment] | None = None
         """The segments that are still to be written before the daemon ends; None before that."""
         self._saved = 0
@@ -396,20 +394,7 @@ class Disk(Part):
             packed = pack_places(place for _, place in refused)
             void = join_keys(key for key, _ in refused)
             self._context.emit(DiskForget(event.device, tenant, event.slot_bytes, void, packed))
-        if taken:
-            begin = not self._told
-            self._told.append((tenant, taken))
-            if begin:
-                self._context.in_slices(self._tell_some, later=True)
-
-    def _tell_some(self) -> bool:
-        tenant, keys = self._told[0]
-        some = [key for key in keys[:TOLD] if self._tier.find(tenant, key) >= 0]
-        del keys[:TOLD]
-        if not keys:
-            self._told.popleft()
-        self._directory_node.tell_owned(tenant, some)
-        return bool(self._told)
+        self._found.add(tenant, taken)
 
     def gone(self, device: int) -> None:
         """Handle the loss of a device: the segments on it count as evicted."""
@@ -480,7 +465,7 @@ class Disk(Part):
         return {
             "disk writes": len(self._writes),
             "disk erasures": len(self._erases) + len(self._erasures),
-            "segments to advertise": sum(len(keys) for _, keys in self._told),
+            "segments to advertise": len(self._found),
         }
 
     def check_integrity(self) -> None:

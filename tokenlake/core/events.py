@@ -17,6 +17,8 @@ from tokenlake.wire import engine, peer
 
 MAX_FOUND = 256
 """Maximum number of segments in one `DiskFound`."""
+MAX_KEPT = 128
+"""Maximum number of segments in one `SegmentsKept`: each takes the rules up to 8 us."""
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -36,6 +38,11 @@ class Joined(_Event, frozen=True, tag=1):
     """Number of the session to join; 0 opens a new one."""
     resume: int
     """Earlier connection of the process, whose leases and writes it keeps; 0 for none."""
+    survivor: int = 0
+    """Number of the process in `MemoryKept.survivors`, if it is one that has not returned yet; else 0. `session` is
+    then the number of its session at the daemon before, which goes on under the number that `Welcomed` gives. The
+    process is still a survivor until it has said in `Regrant` what it holds, and joins as one again over a further
+    connection."""
 
 
 class Requested(_Event, frozen=True, tag=2):
@@ -272,6 +279,77 @@ class SaveRequested(_Event, frozen=True, tag=25):
     limit_s: float
 
 
+class RegionKept(_Event, frozen=True, tag=29):
+    """The driver has the memory of a region of an earlier daemon of this node. All events of this type come directly
+    behind `NodeCore.start`, before any other event. The rules answer with `CloseRegion` for a region that they do not
+    take, at once or as soon as no process can read it any more."""
+
+    region: int
+    """The number of the region at the earlier daemon, which it keeps."""
+    nbytes: int
+    """Bytes of the slots, as in `CutRegion`, or of the region without a tenant, as in `MakeRegion`."""
+    tenant: str
+    """Empty for a region that belongs to no tenant."""
+    slot_bytes: int
+    """0 for a region that belongs to no tenant."""
+    generations: bytes = b""
+    """The generation of each slot, uint64, little-endian; new segments get greater ones."""
+
+
+class SegmentsKept(_Event, frozen=True, tag=30):
+    """Segments in regions that were kept, at most `MAX_KEPT`. Their bytes are right: the daemon before ended in order,
+    or the driver has compared them with their checksums. The rules answer with a `Record` that clears those that they
+    do not take. The driver itself clears each record that it does not pass in, before it says that it has passed in
+    all: the slots get other segments then."""
+
+    tenant: str
+    slot_bytes: int
+    slots: bytes
+    """Packed as in messages; the generation is the one in the header of the region."""
+    records: tuple[bytes, ...]
+    """The record of each slot (`tokenlake.memory.ledger`), as the ledger has it."""
+
+
+class MemoryKept(_Event, frozen=True, tag=31):
+    """All regions that were kept are known; engines may join from here on. Comes once, before the first `Tick`, if the
+    driver kept any memory.
+
+    ::
+
+        RegionKept ... SegmentsKept ... MemoryKept                                      the daemon before ended in order
+        RegionKept ... MemoryKept(unchecked) ... SegmentsKept ... SegmentsKeptDone      it crashed: bytes are checked
+    """
+
+    incarnation: int
+    """That of the daemon before."""
+    next_region: int
+    """A number that no region of this node has had, and none above it: clients keep regions mapped that have ended."""
+    survivors: tuple[tuple[int, str], ...] = ()
+    """(number, tenant) of each process that may still read or write slots of the daemon before: those that have not
+    released the lock that the daemon gave them. The driver chooses the numbers. No slot in a kept region of the tenant
+    gets another segment until each of them has returned (`Joined.survivor`, `Regrant`) or is gone."""
+    unchecked: bool = False
+    """True if events of the type `SegmentsKept` still follow, and `SegmentsKeptDone` behind them. Until then no slot in
+    a kept region gets another segment."""
+
+
+class SegmentsKeptDone(_Event, frozen=True, tag=32):
+    """All segments that were kept were passed in: the other slots of the regions are free, as far as survivors allow.
+    Follows `MemoryKept.unchecked`."""
+
+
+class SurvivorGone(_Event, frozen=True, tag=33):
+    """The lock of a survivor is free: the process is dead, or maps no memory of the daemon before any more. May come
+    for a survivor that has returned."""
+
+    survivor: int
+
+
+class SealRequested(_Event, frozen=True, tag=34):
+    """The daemon is about to end: the records of all segments get their newest notes. `Sealed` follows exactly once.
+    Records are true at any time, also behind it."""
+
+
 class Tick(_Event, frozen=True, tag=11):
     """The time that `NodeCore.next_wake` named has come: the rules fire the earliest timer. Where several are due, the
     driver passes in one Tick for each."""
@@ -304,5 +382,11 @@ Event = (
     | DiskWritten
     | DiskErased
     | SaveRequested
+    | RegionKept
+    | SegmentsKept
+    | MemoryKept
+    | SegmentsKeptDone
+    | SurvivorGone
+    | SealRequested
     | Tick
 )

@@ -83,6 +83,20 @@ class Stamp(_Instruction, frozen=True, tag=7):
     slots: bytes
 
 
+class Record(_Instruction, frozen=True, tag=27):
+    """Write the records of slots into the ledger, from which the next daemon finds the segments. Comes before `Stamp`
+    and before any instruction that lets others see the segments, so that the ledger is true whenever the process ends.
+    Given only where `CoreConfig.keep` is true. For a region that has ended meanwhile it has no effect."""
+
+    slots: bytes
+    records: tuple[bytes, ...]
+    """The record of each slot (`tokenlake.memory.ledger`); an empty one clears the place: all its bytes become 0."""
+
+
+class Sealed(_Instruction, frozen=True, tag=28):
+    """Answers `SealRequested`: all records have the newest notes."""
+
+
 class MakeRegion(_Instruction, frozen=True, tag=8):
     """Allocate the memory of a region; the event `RegionReady` follows once all its pages are there. The number is new,
     because clients keep regions mapped that have ended."""
@@ -98,6 +112,8 @@ class CutRegion(_Instruction, frozen=True, tag=20):
     region: int
     nbytes: int
     slot_bytes: int
+    tenant: str
+    """The tenant to which the region belongs from now on."""
 
 
 class CloseRegion(_Instruction, frozen=True, tag=21):
@@ -268,6 +284,8 @@ Instruction = (
     | AbortFetch
     | SendBulk
     | Stamp
+    | Record
+    | Sealed
     | MakeRegion
     | CutRegion
     | CloseRegion

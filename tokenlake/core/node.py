@@ -30,6 +30,7 @@ from tokenlake.core.engines.match import Matches
 from tokenlake.core.engines.pins import Pins
 from tokenlake.core.engines.prefetch import Prefetches
 from tokenlake.core.engines.reads import LeaseReads
+from tokenlake.core.engines.regrants import Regrants
 from tokenlake.core.engines.salt_quotas import SaltQuotas
 from tokenlake.core.engines.sessions import Process, Session, Sessions
 from tokenlake.core.engines.survey import Survey
@@ -39,12 +40,13 @@ from tokenlake.core.instructions import (
     Answer,
     CutRegion,
     Instruction,
-    PrefetchDone,
     SendToPeer,
     Stamp,
     UnpinDone,
     Welcomed,
 )
+from tokenlake.core.kept import Kept
+from tokenlake.core.ledger import Ledger
 from tokenlake.core.orders import Orders
 from tokenlake.core.regions import Regions
 from tokenlake.core.report import account, misses
@@ -59,7 +61,7 @@ from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, Se
 from tokenlake.location import Location
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
-from tokenlake.metrics import Counters
+from tokenlake.metrics import Counters, Level
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import split_keys
 
@@ -114,12 +116,15 @@ class NodeCore:
         self._directory_node.on_redundant = self._ownership.redundant
         self._handover = Handover(context, self._peers, self._directory_node, self._ownership, self._transfers)
         self._pins = Pins(context)
+        self._ledger = Ledger(context, self._pins)
+        self._kept = Kept(context, self._directory_node, self._pins, self._ledger)
         self._salt_quotas = SaltQuotas(context)
         self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._read, self._pins)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._markers.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
-        self._regions = Regions(context, self._sessions, self._pins)
+        self._regrants = Regrants(context, self._grants, self._kept)
+        self._regions = Regions(context, self._sessions, self._pins, self._kept)
         self._serving = Serving(context, self._peers, self._directory_node, self._transfers)
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node, self._markers)
@@ -143,7 +148,7 @@ class NodeCore:
         )
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._prefetches = Prefetches(context, self._survey, self._transfers, self._pins)
-        self._orders = Orders(context, self._disk)
+        self._orders = Orders(context, self._disk, self._kept)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._ownership, self._handover)
         self._ring_change = RingChange(
@@ -165,6 +170,8 @@ class NodeCore:
             self._corruption,
             self._survey,
             self._pins,
+            self._ledger,
+            self._kept,
             self._salt_quotas,
             self._prefetches,
             self._orders,
@@ -172,7 +179,7 @@ class NodeCore:
             self._disk,
             self._ring_change,
         )
-        self._checks = Checks(self._sessions, self._peers, self._serving)
+        self._checks = Checks(context, self._sessions, self._peers, self._serving)
         self._handlers: dict[type, Callable[..., None]] = {
             # Events of the driver: handler(event).
             events.Joined: self._joined,
@@ -196,7 +203,7 @@ class NodeCore:
                 TenantId(e.tenant), split_keys(e.keys), with_access(e.hints, NO_ACCESS)
             ),
             events.EvictRequested: lambda e: self._orders.evict(e.request, TenantId(e.tenant), e.keys, e.slot_bytes),
-            events.PrefetchRequested: self._prefetch_requested,
+            events.PrefetchRequested: self._prefetches.requested,
             events.UnpinRequested: self._unpin_requested,
             events.DiskReady: self._disk.ready,
             events.DiskFound: self._disk.found,
@@ -205,6 +212,12 @@ class NodeCore:
             events.DiskWritten: self._disk.written,
             events.DiskErased: self._disk.erased,
             events.SaveRequested: lambda e: self._disk.save(e.limit_s),
+            events.RegionKept: self._kept.region,
+            events.SegmentsKept: self._kept.segments,
+            events.MemoryKept: self._kept.memory,
+            events.SegmentsKeptDone: lambda e: self._kept.done(),
+            events.SurvivorGone: lambda e: self._kept.survivor_gone(e.survivor),
+            events.SealRequested: lambda e: self._ledger.seal(),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
             engine.Match: self._matches.match,
@@ -213,13 +226,14 @@ class NodeCore:
             engine.Release: self._reads.release,
             engine.Locate: self._reads.where,
             engine.Hint: self._reads.hint,
-            engine.Prefetch: self._prefetch,
+            engine.Prefetch: self._prefetches.asked,
             engine.Unpin: self._unpin,
             engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
             engine.MarkInFlight: self._markers.mark,
+            engine.Regrant: self._regrants.regrant,
             engine.ReconcileGrants: lambda process, m: self._sessions.reconcile(process, m.leases, m.writes),
             # Messages of another node: handler(node, message).
             peer.Ping: self._peers.pinged,
@@ -289,6 +303,10 @@ class NodeCore:
         """How the ring of each peer compares with that of this node, for gauges: "same", "older", "newer", "differs"
         (equal epochs, other members), or "unknown" before the peer has named its ring."""
         return self._ring_change.states()
+
+    def levels(self) -> list[Level]:
+        """The gauges of the rules, for the metrics page."""
+        return list(self._kept.levels())
 
     def members(self) -> list[MemberState]:
         """The state of each member of the cluster as this node knows it, itself included, by name."""
@@ -360,9 +378,10 @@ class NodeCore:
             raise HandlerFailed(type(event).__name__, self._instructions_after_failure()) from error
 
     def _take_instructions(self) -> list[Instruction]:
-        """Returns the instructions of the event and empties the list. Regions that got slots come first, then the new
-        generations of reissued slots, because a reader compares generations before it uses bytes; then the instructions
-        that the handlers emitted; last the reports of the segments that the event evicted."""
+        """Returns the instructions of the event and empties the list. Regions that got slots come first; then the
+        records of the ledger, which is true before others learn of a change; then the new generations of reissued
+        slots, because a reader compares generations before it uses bytes; then the instructions that the handlers
+        emitted; last the reports of the segments that the event evicted."""
         # The disk tier comes after the regions, which may evict segments.
         self._regions.follow()
         gone = self._context.store.take_gone()
@@ -377,6 +396,9 @@ class NodeCore:
         opened, reissued = context.store.take_slots()
         if reissued:
             out.insert(0, Stamp(b"".join(reissued)))
+        record = self._ledger.take()
+        if record is not None:
+            out.insert(0, record)
         out[:0] = [CutRegion(*region) for region in opened]
         return out
 
@@ -404,22 +426,26 @@ class NodeCore:
     # -- engines
 
     def _joined(self, event: events.Joined) -> None:
-        resumed = self._sessions.process(ConnectionId(event.resume))
-        joined = self._sessions.join(
-            ConnectionId(event.connection),
-            TenantId(event.tenant),
-            event.slot_bytes,
-            event.shards,
-            event.segment_tokens,
-            SessionId(event.session),
-            ConnectionId(event.resume),
-        )
+        connection, tenant = ConnectionId(event.connection), TenantId(event.tenant)
+        session, resume = SessionId(event.session), ConnectionId(event.resume)
+        survivor = self._kept.joining(event.survivor, tenant, session) if event.survivor else None
+        if survivor is not None:
+            session, resume = survivor
+            if not any(each.id == session for each in self._sessions):
+                session = SessionId(0)
+        resumed = self._sessions.process(resume)
+        sizes = event.slot_bytes, event.shards, event.segment_tokens
+        joined = self._sessions.join(connection, tenant, *sizes, session, resume)
         if isinstance(joined, Session):
+            if survivor is not None:
+                self._kept.joined(event.survivor, SessionId(event.session), joined.id, connection)
             if resumed is not None and not resumed.alive:
-                self._markers.move(resumed.connection, ConnectionId(event.connection))
+                self._markers.move(resumed.connection, connection)
+                self._kept.moved(resumed.connection, connection)
             for part in (account, misses):
                 part.begin_tenant(self._context.counters, joined.tenant)
             self._refusals.begin_tenant(joined.tenant)
+            self._kept.unwanted.pop(joined.tenant, None)
             self._context.emit(Welcomed(event.connection, event.request, joined.id))
             self._regions.look()
         else:
@@ -442,38 +468,8 @@ class NodeCore:
         else:
             self._reads.attach(process, request)
 
-    def _prefetch(self, process: Process, request: engine.Prefetch) -> None:
-        session = process.session
-
-        def done(codes: bytes) -> None:
-            if process.alive:
-                self._context.emit(Answer(process.connection, engine.Prefetched(request.id, codes)))
-
-        self._prefetches.begin(
-            session.tenant,
-            session.slot_bytes,
-            session.shards,
-            request.keys,
-            request.first,
-            request.source,
-            request.pin_s,
-            done,
-        )
-
     def _unpin(self, process: Process, request: engine.Unpin) -> None:
         self._pins.unpin(process.session.tenant, split_keys(request.keys))
-
-    def _prefetch_requested(self, event: events.PrefetchRequested) -> None:
-        self._prefetches.begin(
-            TenantId(event.tenant),
-            event.slot_bytes,
-            event.shards,
-            event.keys,
-            event.first,
-            event.source,
-            event.pin_s,
-            lambda codes: self._context.emit(PrefetchDone(event.request, codes)),
-        )
 
     def _unpin_requested(self, event: events.UnpinRequested) -> None:
         tenant = TenantId(event.tenant)
@@ -489,6 +485,7 @@ class NodeCore:
     def _process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
         self._markers.process_gone(ConnectionId(event.connection))
+        self._kept.process_gone(ConnectionId(event.connection))
 
     # -- peers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenlake.core.context import Context, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.instructions import EvictionDone
+from tokenlake.core.kept import Kept
 from tokenlake.identity import TenantId
 from tokenlake.memory import Cursor, Kind, Segment, State
 from tokenlake.memory.removals import OPERATOR_RULE
@@ -18,9 +19,10 @@ class Orders(Part):
     """Evicts the segments that an operator names. Those that an engine is writing stay, but not their copies on disk;
     those that are on their way to this node's memory never arrive."""
 
-    def __init__(self, context: Context, disk: Disk) -> None:
+    def __init__(self, context: Context, disk: Disk, kept: Kept) -> None:
         self._context = context
         self._disk = disk
+        self._kept = kept
         self._under_way = 0
 
     def evict(self, request: int, tenant: TenantId, keys: bytes, slot_bytes: int) -> None:
@@ -28,9 +30,13 @@ class Orders(Part):
         with `EvictionDone`."""
         store = self._context.store
         evicted = kept = 0
+        # Until all kept segments were passed in, the ledger may have records of these.
         erasure = self._disk.begin_erasure(
-            lambda reached: self._context.emit(EvictionDone(request, evicted, kept, reached))
+            lambda reached: self._kept.when_complete(
+                lambda: self._context.emit(EvictionDone(request, evicted, kept, reached))
+            )
         )
+        self._kept.void(tenant, split_keys(keys), slot_bytes)
         if keys:
             # A request may name a segment twice.
             named = {key: store.get(tenant, key) for key in split_keys(keys)}

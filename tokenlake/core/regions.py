@@ -7,7 +7,8 @@ and where there is none a region of another pool:
 - of another tenant, if that one does not use its memory, or if it has more than its fair share and this tenant less;
 - of the same tenant, if that pool has no engines, or has more than twice as many slots for its use as the pressed one.
 
-A pool of a connected engine keeps one region.
+A pool of a connected engine keeps one region. Memory that the daemon before left is given back where it exceeds the
+memory of this one or the quota of its tenant, or where the tenant is not configured any more.
 
 ::
 
@@ -24,6 +25,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.engines.pins import Pins
 from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.instructions import CloseRegion, MakeRegion
+from tokenlake.core.kept import Kept
 from tokenlake.identity import TenantId
 from tokenlake.memory import PoolId, SlotPool
 from tokenlake.memory.region import RegionShape, stride_of
@@ -46,13 +48,14 @@ that region has slots in use too. A region without slots in use is chosen at onc
 class Regions:
     """Decides which regions are made, and which is emptied for a pressed pool. A node empties one region at a time."""
 
-    def __init__(self, context: Context, sessions: Sessions, pins: Pins) -> None:
+    def __init__(self, context: Context, sessions: Sessions, pins: Pins, kept: Kept) -> None:
         self._context = context
+        self._kept = kept
         self._sessions = sessions
         self._pins = pins
-        self._draining: tuple[SlotPool, PoolId, float] | None = None
-        """The region that is being emptied bit by bit: (its pool, the pool that gets its memory, time at which it
-        began)."""
+        self._draining: tuple[SlotPool, PoolId | None, float] | None = None
+        """The region that is being emptied bit by bit: (its pool, the pool that gets its memory, None for a region that
+        is given back, time at which it began)."""
         self._passed: set[int] = set()
         """Regions that were chosen for `PATIENCE_S` and did not become empty."""
         self._making: dict[int, PoolId] = {}
@@ -89,6 +92,8 @@ class Regions:
                 continue
             if self._draining is None and (giver := self._giver(pressed, used)) is not None:
                 self._drain(giver, pressed, self._context.now)
+        if self._draining is None and (giver := self._giver(None, used)) is not None:
+            self._drain(giver, None, self._context.now)
         for pool in used:
             # A large slot fits no spare region: one that it fits is made before the pool needs it.
             if not store.regions.making and store.regions.fits(*pool) is None:
@@ -156,9 +161,24 @@ class Regions:
 
     # -- memory of other pools
 
-    def _giver(self, pressed: PoolId, used: Collection[PoolId]) -> SlotPool | None:
+    def _surplus(self) -> SlotPool | None:
+        """Returns the pool that has to give a kept region back, the emptiest of them; None where no pool has to."""
+        regions, unwanted = self._context.store.regions, self._kept.unwanted
+        over = [
+            pool
+            for pool in self._context.store.pools()
+            if pool.may_drain
+            and (regions.excess or pool.tenant in unwanted or regions.taken(pool.tenant) > regions.quota(pool.tenant))
+        ]
+        first = [pool for pool in over if pool.tenant in unwanted]
+        return max(first or over, key=lambda pool: len(pool.free) / max(1, pool.slots), default=None)
+
+    def _giver(self, pressed: PoolId | None, used: Collection[PoolId]) -> SlotPool | None:
         """Returns the pool that has to give up a region for a pressed pool: one without engines first, then the one
-        with most slots for its use. None where no pool has to."""
+        with most slots for its use. None where no pool has to. `pressed`: None for the pool that has to give a region
+        back."""
+        if pressed is None:
+            return self._surplus()
         store, now = self._context.store, self._context.now
         own = next((pool for pool in store.pools() if pool.id == pressed), None)
         turnover_s = own.turnover_s(now) if own is not None else 0.0
@@ -170,7 +190,7 @@ class Regions:
         chosen: tuple[tuple[bool, float], SlotPool] | None = None
         for pool in store.pools():
             idle, seconds = pool.id not in used, pool.turnover_s(now)
-            if pool is own or (not idle and len(pool.regions) == 1):
+            if pool is own or not pool.may_drain or (not idle and len(pool.regions) == 1):
                 continue
             if store.has_spare_slots(pool):
                 gives = allowed or pool.tenant == pressed.tenant
@@ -189,7 +209,7 @@ class Regions:
         regions = self._context.store.regions
         return regions.taken(pool.tenant) - regions.size(pool.regions[0]) >= regions.fair_share(pool.tenant, among)
 
-    def _drain(self, pool: SlotPool, pressed: PoolId, since: float, region: int | None = None) -> None:
+    def _drain(self, pool: SlotPool, pressed: PoolId | None, since: float, region: int | None = None) -> None:
         """Begin to empty a region of `pool`, or go on with it: in slices, as long as it gets emptier."""
         self._draining = pool, pressed, since
         before = math.inf
@@ -206,13 +226,13 @@ class Regions:
                 return emptier
             self._draining = None
             self._context.emit(CloseRegion(drained))
-            if not self._make_for(pressed):
+            if pressed is not None and not self._make_for(pressed):
                 self._short = pressed
             return False
 
         self._context.in_slices(work)
 
-    def _choose_another(self, pool: SlotPool, pressed: PoolId, since: float, used: Collection[PoolId]) -> None:
+    def _choose_another(self, pool: SlotPool, pressed: PoolId | None, since: float, used: Collection[PoolId]) -> None:
         """Empty another region than the one that is being emptied, which has slots in use. Otherwise one lease that is
         never released would keep all pools from getting memory."""
         assert pool.draining is not None

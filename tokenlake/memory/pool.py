@@ -65,6 +65,10 @@ class SlotPool:
         self.draining: int | None = None
         """The region that the pool is giving away, None without one: its slots do not count, and get no new
         segments."""
+        self.withheld: dict[int, int] = {}
+        """For regions of the daemon before whose slots get no new segments yet: the first slot of which that is so."""
+        self.withheld_free = 0
+        """Number of such slots without a segment."""
 
     def use(self, segments: int, now: float) -> None:
         """Count segments that engines of this node read, or get slots to write."""
@@ -82,6 +86,22 @@ class SlotPool:
         self.regions.append(region)
         self._resize(slots)
         self.free.extend(zip(itertools.repeat(region), range(slots - 1, -1, -1), strict=False))
+
+    def keep_region(self, region: int, slots: int) -> None:
+        """Add a region of the daemon before, whose slots get no new segments yet."""
+        self.regions.append(region)
+        self._resize(slots)
+        self.withheld[region] = 0
+        self.withheld_free += slots
+
+    def withholds(self, region: int, slot: int) -> bool:
+        """Returns True if this slot gets no new segment yet."""
+        return slot >= self.withheld.get(region, slot + 1)
+
+    @property
+    def may_drain(self) -> bool:
+        """True if the pool can give some region away: one none of whose slots is withheld."""
+        return len(self.withheld) < len(self.regions)
 
     def drain(self, region: int, slots: int) -> None:
         """Begin to give a region of so many slots away: they get no new segments."""
@@ -108,7 +128,9 @@ class SlotPool:
 
     def give_back(self, region: int, slot: int) -> None:
         """Make a slot free, which holds no segment any more."""
-        if region != self.draining:
+        if self.withheld and self.withholds(region, slot):
+            self.withheld_free += 1
+        elif region != self.draining:
             self.free.append((region, slot))
 
     def may_write(self, more: int) -> bool:
@@ -198,10 +220,16 @@ class SlotPool:
         self.enter(segment, segment.touched)
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
-        """Raises AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
+        """Raises AssertionError unless free, withheld, indexed and quarantined slots together are all slots, each
+        once."""
         places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
         places = [place for place in places if place[0] != self.draining]
-        assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"
+        assert len(places) == len(set(places)), "a slot is counted twice"
+        counted = len(places) + self.withheld_free
+        assert counted == self.slots, f"{counted} places for {self.slots} slots"
+        assert not any(self.withholds(*place) for place in self.free), "a free slot is withheld"
+        assert self.draining not in self.withheld
+        assert self.withheld_free >= 0
         assert self.quarantined == len(quarantined), f"counted {self.quarantined} in quarantine, are {len(quarantined)}"
         for kind in Kind:
             of_kind = [s for s in segments if s.kind is kind]

@@ -45,6 +45,10 @@ class RegionAllocator:
         """Bytes that belong to no region."""
         self.free = self.total
         """Bytes that no tenant has: those that are unmade, being made or spare."""
+        self.excess = 0
+        """Bytes of kept regions beyond `total`, because the node has less memory than before."""
+        self._kept: dict[TenantId, None] = {}
+        """The tenants with kept regions, which may exceed their quotas until these are given up."""
 
     @property
     def spare(self) -> Mapping[int, int]:
@@ -108,14 +112,41 @@ class RegionAllocator:
         self._taken[tenant] = self.taken(tenant) + nbytes
         return number, nbytes
 
+    def keep(self, tenant: TenantId, region: int, nbytes: int) -> None:
+        """The tenant has had a region since before the start, with its memory."""
+        paid = min(nbytes, self.unmade)
+        self.unmade -= paid
+        self.free -= paid
+        self.excess += nbytes - paid
+        self._sizes[region] = nbytes
+        self._taken[tenant] = self.taken(tenant) + nbytes
+        self._kept[tenant] = None
+        self.number_from(region + 1)
+
+    def keep_spare(self, region: int, nbytes: int) -> bool:
+        """There has been a spare region since before the start. Returns False if the memory has no room for it."""
+        self.number_from(region + 1)
+        if nbytes > self.unmade:
+            return False
+        self.unmade -= nbytes
+        self._spare[region] = nbytes
+        return True
+
+    def number_from(self, region: int) -> None:
+        """New regions get at least this number."""
+        self._next = max(self._next, region)
+
     def give_up(self, tenant: TenantId, region: int) -> None:
-        """Take a region away from the tenant: its memory becomes unmade."""
+        """Take a region away from the tenant: its memory becomes unmade, without the bytes in excess."""
         nbytes = self._sizes.pop(region)
-        self.unmade += nbytes
-        self.free += nbytes
+        beyond = min(self.excess, nbytes)
+        self.excess -= beyond
+        self.unmade += nbytes - beyond
+        self.free += nbytes - beyond
         self._taken[tenant] -= nbytes
         if not self._taken[tenant]:
             del self._taken[tenant]
+            self._kept.pop(tenant, None)
 
     def make(self, nbytes: int) -> int:
         """Begin a region of `nbytes` of the unmade memory. Returns its number, which no earlier region had."""
@@ -140,6 +171,7 @@ class RegionAllocator:
         for region, tenant in regions.items():
             taken[tenant] = taken.get(tenant, 0) + self._sizes[region]
         assert taken == self._taken
-        assert all(count <= self.quota(tenant) for tenant, count in taken.items())
+        assert all(count <= self.quota(tenant) or tenant in self._kept for tenant, count in taken.items())
         assert self.free == self.unmade + sum(self._spare.values()) + sum(self._making.values())
-        assert self.free + sum(taken.values()) == self.total
+        assert self.free + sum(taken.values()) == self.total + self.excess
+        assert not (self.excess and self.free)

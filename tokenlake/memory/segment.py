@@ -19,10 +19,11 @@ quarantine: a process may still read or write the slot, so the slot gets no othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from tokenlake.hints import NO_HINTS
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.wire.slots import SlotRef
 
@@ -152,3 +153,14 @@ class Segment:
             f"<{self.kind.name} {self.state.name} {self.key.hex()[:8]} at {self.place.region}:{self.place.slot} "
             f"gen {self.place.generation} pins {self.pins}>"
         )
+
+
+def apply_hints(segments: Sequence[Segment], hints: Hints) -> None:
+    """Merge `hints` over the hints of each segment. Segments of one prompt mostly have the same hints, so the result of
+    one merge is used for many."""
+    previous, merged = NO_HINTS, hints
+    for segment in segments:
+        if segment.hints is not previous:
+            previous = segment.hints
+            merged = hints.merged_over(previous)
+        segment.hints = merged

@@ -33,10 +33,11 @@ class SlotTable:
         self._regions: list[int] = []
         """Numbers of the regions that belong to a pool, in ascending order."""
 
-    def add_region(self, region: int, slots: int) -> None:
-        """Add the free slots of a region that a pool got; no earlier region had its number."""
-        self._generations[region] = [0] * slots
-        self._segments[region] = [None] * slots
+    def add_region(self, region: int, generations: list[int]) -> None:
+        """Add the free slots of a region that a pool got, with the generation of each; no other region has its
+        number."""
+        self._generations[region] = generations
+        self._segments[region] = [None] * len(generations)
         insort(self._regions, region)
 
     def drop_region(self, region: int) -> None:
@@ -57,6 +58,15 @@ class SlotTable:
     def clear(self, place: SlotRef) -> None:
         """Record that the slot at `place` holds no segment any more."""
         self._segments[place.region][place.slot] = None
+
+    def at(self, region: int, slot: int) -> Segment | None:
+        """Returns the segment in a slot of a region that belongs to a pool; None where it is free."""
+        return self._segments[region][slot]
+
+    def is_generation(self, place: SlotRef) -> bool:
+        """Returns True if there is this slot, and its content has the generation that `place` names."""
+        generations = self._generations.get(place.region, ())
+        return place.slot < len(generations) and generations[place.slot] == place.generation > 0
 
     def count(self, region: int) -> int:
         """Returns the number of slots of a region that belongs to a pool."""

@@ -11,6 +11,7 @@ from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory.changes import ChangeLog
 from tokenlake.memory.eviction import EvictionPolicy, Forecast, LeastRecentlyUsed
+from tokenlake.memory.kept_slots import KeptSlots
 from tokenlake.memory.models import Models
 from tokenlake.memory.pool import SlotPool
 from tokenlake.memory.region import RegionShape, stride_of
@@ -24,7 +25,7 @@ from tokenlake.memory.removals import (
     RECLAIMED_RULE,
     RemovalLog,
 )
-from tokenlake.memory.segment import Kind, PoolId, Segment, State
+from tokenlake.memory.segment import Kind, PoolId, Segment, State, apply_hints
 from tokenlake.memory.slot_table import Cursor, SlotTable
 from tokenlake.memory.vacancy import Vacancy, vacancy_of
 from tokenlake.metrics import Counters, Metric
@@ -96,7 +97,7 @@ class SegmentStore:
         self.removals = RemovalLog()
         """Why segments left this node, or others that told it."""
         self._gone: list[Segment] = []
-        self._opened: list[tuple[int, int, int]] = []
+        self._opened: list[tuple[int, int, int, TenantId]] = []
         self._reissued: list[bytes] = []
         self._counters = counters
         self._dirty_share = dirty_share
@@ -107,15 +108,20 @@ class SegmentStore:
         self._quarantine: dict[SlotRef, Segment] = {}
         self._pressed: dict[PoolId, None] = {}
         """Pools in which engines of this node wanted a slot and found none free."""
+        self.kept = KeptSlots(self, self.regions, self._slots, self._pools, self._quarantine)
+        """The slots of the daemon before that get no new segments yet."""
+        self.recorded: dict[tuple[int, int], Segment] | None = None
+        """By (region, slot), the last segment in each slot whose record in the ledger has to be written or cleared;
+        None where no ledger is kept."""
 
     def take_gone(self) -> list[Segment]:
         """Returns the segments that left since the last call by some rule (`Segment.left_by`), or while on disk."""
         gone, self._gone = self._gone, []
         return gone
 
-    def take_slots(self) -> tuple[list[tuple[int, int, int]], list[bytes]]:
-        """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot), and
-        slots with a new generation, each packed."""
+    def take_slots(self) -> tuple[list[tuple[int, int, int, TenantId]], list[bytes]]:
+        """Returns what is new since the last call: regions that got a tenant, as (region, bytes, bytes of a slot,
+        tenant), and slots with a new generation, each packed."""
         opened, self._opened = self._opened, []
         reissued, self._reissued = self._reissued, []
         return opened, reissued
@@ -149,11 +155,16 @@ class SegmentStore:
         if pool is None:
             if self.regions.fits(tenant, slot_bytes) is None:
                 return None
-            pool = self._pools[at] = SlotPool(at, self._dirty_share, self._policy)
-            for order in pool.orders:
-                if order.odds is not None:
-                    order.odds = self.models.of(at)
+            pool = self.new_pool(at)
             self._grow(pool)
+        return pool
+
+    def new_pool(self, at: PoolId) -> SlotPool:
+        """Make a pool, to which the caller adds a region at once."""
+        pool = self._pools[at] = SlotPool(at, self._dirty_share, self._policy)
+        for order in pool.orders:
+            if order.odds is not None:
+                order.odds = self.models.of(at)
         return pool
 
     def pools(self) -> Iterable[SlotPool]:
@@ -249,9 +260,7 @@ class SegmentStore:
         segment.source = source
         segment.missing_shards = (1 << shards) - 1
         segment.checksums = bytes(CHECKSUM_BYTES * shards)
-        pool.counts[kind] += 1
-        self._index.setdefault(tenant, {})[key] = segment
-        self._slots.put(segment)
+        self.insert(segment)
         self._reissued.append(segment.packed)
         return segment
 
@@ -284,6 +293,19 @@ class SegmentStore:
         self.changes.add(segment, True)
         segment.checksums = checksums
         self._pools[segment.pool].enter(segment, now)
+        self.note(segment)
+
+    def note(self, segment: Segment) -> None:
+        """Take note that the record of a segment in the ledger has changed, if it has one, which READY segments
+        have."""
+        if self.recorded is not None and segment.state is _READY:
+            self.recorded[segment.place.region, segment.place.slot] = segment
+
+    def insert(self, segment: Segment) -> None:
+        """Add a segment, which has a slot, to the index and the slots."""
+        self._pools[segment.pool].counts[segment.kind] += 1
+        self._index.setdefault(segment.tenant, {})[segment.key] = segment
+        self._slots.put(segment)
 
     def discard(self, segment: Segment, now: float) -> None:
         """Take the segment out of the index, if it is there. Its slot is free at once if it is not pinned, else after
@@ -303,6 +325,7 @@ class SegmentStore:
             # The policy keeps a ghost of one that left for want of memory, and of one that an operator evicted.
             pool.leave(segment, now, bool(rule) and rule is not CORRUPT_RULE)
             self.changes.add(segment, False)
+            self.note(segment)
         segment.state = _GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
@@ -327,15 +350,18 @@ class SegmentStore:
         if segment.kind is kind:
             return
         self._pools[segment.pool].move(segment, kind, now)
+        self.note(segment)
 
     def own(self, segment: Segment) -> None:
         """This node owns a segment from now on. Its kind stays."""
         segment.source = None
+        self.note(segment)
 
     def disown(self, segment: Segment, owner: NodeId, now: float) -> None:
         """Another node owns a segment of this node from now on: the copy here is a cached one."""
         segment.source = owner
         self.become(segment, Kind.CACHED, now)
+        self.note(segment)
 
     def recall(self, segment: Segment, accesses: int, hints: Hints, now: float) -> None:
         """Give a segment that is about to be read back from disk what is known of it there."""
@@ -370,7 +396,7 @@ class SegmentStore:
         if not segments:
             return
         if hints is not None:
-            _apply_hints(segments, hints)
+            apply_hints(segments, hints)
         at = segments[0].pool
         pool = self._pools[at]
         if not for_peer:
@@ -394,7 +420,7 @@ class SegmentStore:
 
     def hint(self, segments: Sequence[Segment], hints: Hints, now: float) -> None:
         """Apply hints that came after the match to READY segments of one prompt; no access."""
-        _apply_hints(segments, hints)
+        apply_hints(segments, hints)
         for segment in reversed(segments):
             if not segment.excluded:
                 self._pools[segment.pool].orders[segment.kind].hints_changed(segment, now)
@@ -454,7 +480,7 @@ class SegmentStore:
             if looked >= RECLAIM_SLOTS:
                 break
             pool.regions.append(pool.regions.pop(0))
-            if region in passed:
+            if region in passed or region in pool.withheld:
                 continue
             inside = self._slots.in_region(region)
             looked += len(inside)
@@ -517,9 +543,9 @@ class SegmentStore:
         """Give the pool a spare region. The caller has checked that there is one and that the tenant may take it."""
         region, nbytes = self.regions.take(*pool.id)
         slots = RegionShape(nbytes, pool.slot_bytes).slots
-        self._slots.add_region(region, slots)
+        self._slots.add_region(region, [0] * slots)
         pool.add_region(region, slots)
-        self._opened.append((region, nbytes, pool.slot_bytes))
+        self._opened.append((region, nbytes, pool.slot_bytes, pool.tenant))
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float, *, again: bool = False) -> bool:
         admitted = pool.primary.admits(key, hints, now)
@@ -570,14 +596,3 @@ class SegmentStore:
 def _in_use(segment: Segment) -> bool:
     """Returns True if the segment is pinned or being written, so that its region cannot be given away."""
     return segment.pins > 0 or segment.kind is _DIRTY
-
-
-def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:
-    """Merge `hints` over the hints of each segment. Segments of one prompt mostly have the same hints, so the result of
-    one merge is used for many."""
-    previous, merged = NO_HINTS, hints
-    for segment in segments:
-        if segment.hints is not previous:
-            previous = segment.hints
-            merged = hints.merged_over(previous)
-        segment.hints = merged

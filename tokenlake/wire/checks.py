@@ -13,10 +13,13 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import engine, peer
 from tokenlake.wire.codes import Code
 from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.slots import SLOT_BYTES
 
 MOST_DEPTH = (1 << 32) - 1
 """Maximum number of segments of a prompt. Messages carry it, in access records, as `fields.Index`, so that a peer
 refuses a greater one."""
+MOST_ITEMS = engine.MAX_KEYS
+"""Maximum number of items of a lease: the segments of one match."""
 KNOWN_CODES = bytes(Code)
 _LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN])
 _ELSEWHERE = bytes([Code.ELSEWHERE])
@@ -129,6 +132,27 @@ def _release(message: engine.Release) -> None:
             raise ValueError(f"a Release says that of lease {lease} tokens from {start} to {stop} were taken")
 
 
+def _regrant(message: engine.Regrant) -> None:
+    slots = 0
+    for lease, items, first, packed in message.leases:
+        count = _slots(message, packed)
+        if first + count > items:
+            raise ValueError(f"a Regrant of items {first} to {first + count} of lease {lease}, which has {items}")
+        _at_most(message, items, MOST_ITEMS, "items of one lease")
+        slots += count
+    for _, packed in message.writes:
+        slots += _slots(message, packed)
+    _at_most(message, slots, engine.MAX_REGRANTED, "slots")
+
+
+def _slots(message: Any, packed: bytes) -> int:
+    if len(packed) % SLOT_BYTES:
+        raise ValueError(
+            f"slots of a {type(message).__name__} take {len(packed)} bytes, which is no multiple of {SLOT_BYTES}"
+        )
+    return len(packed) // SLOT_BYTES
+
+
 _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Match: _keys,
     engine.Attach: _nothing,
@@ -144,6 +168,7 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Abort: _nothing,
     engine.MarkInFlight: _keys,
     engine.ReconcileGrants: _nothing,
+    engine.Regrant: _regrant,
     engine.Heartbeat: _nothing,
 }
 

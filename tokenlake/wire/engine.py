@@ -26,6 +26,8 @@ MAX_CHANGED = 128
 """Limit of the segments in one `Prepare`, `Commit`, `Release`, `Hint` or `Unpin`: each takes the loop up to 7 us."""
 MAX_FETCHED = 256
 """Limit of the segments in one `Fetch` or `Prefetch`: those at other nodes take the daemon's loop 5 us each."""
+MAX_REGRANTED = 128
+"""Limit of the slots in one `Regrant`, and of its leases and writes."""
 MAX_RANGES = 32
 """Limit of the ranges in one `Release`, each of which may end a lease."""
 MAX_MODEL = 256
@@ -85,6 +87,14 @@ class Welcome(_Message, frozen=True, tag=2):
     published: tuple[str, ...] = ()
     """The names of the models of the tenant whose segments the daemon publishes to routers: for them the process sends
     `Prepare.contents`."""
+    kept: bool = False
+    """Has this daemon kept the memory of the daemon that `Hello.incarnation` names, where the process is known? Then
+    the regions that the process maps are those of this daemon, slots and generations are as before, the session of that
+    `Hello` goes on under the number `session`, and the process says in `Regrant`, before any other request, what it
+    holds. False for a process that speaks protocol version 1: it opens its regions anew."""
+    keep_s: Seconds = 0.0
+    """Seconds for which the process keeps its mappings when the connection has ended: the memory outlives the daemon,
+    and the next one may go on with it. 0: it drops them at once."""
 
 
 class Failed(_Message, frozen=True, tag=3):
@@ -424,6 +434,36 @@ class Traced(_Message, frozen=True, tag=36):
     """The span of the caller."""
 
 
+class Regrant(_Message, frozen=True, tag=37):
+    """Part of the leases and writes that the process holds of the daemon before (`Welcome.kept`): they go on under
+    their numbers. Until the last part was answered, none of the memory that was kept gets other segments. Answered with
+    `Regranted`; a part that was answered may be repeated."""
+
+    id: int
+    leases: Annotated[tuple[tuple[int, Index, Index, bytes], ...], Meta(max_length=MAX_REGRANTED)]
+    """(lease, number of its items, index of the first item here, slots) each: the slots of this node's arena that the
+    process holds, 16 bytes for each item from that index on; zeros where it holds none. A lease may be named several
+    times. One that is not named has ended."""
+    writes: Annotated[tuple[tuple[int, bytes], ...], Meta(max_length=MAX_REGRANTED)]
+    """(write, slots) each: the slots that the process may still write into, 16 bytes for each index of the `Prepare`
+    from 0 on; zeros where it will not. It gives them back by `Abort`, or by a `Commit`, which is answered EXPIRED."""
+    last: bool
+    """Is this the last part?"""
+
+
+class Regranted(_Message, frozen=True, tag=38):
+    """Answers `Regrant`: one code for each 16 bytes of its slots, those of the leases first.
+
+    Of leases: LOCAL where the lease goes on with the segment; LOST where the segment is gone, or the slot is not known.
+    Of writes: EXPIRED where the slot is the process's until it gives it back, and nothing can be committed; COMMITTED
+    where the segment had been published; LOST where the slot is not known. SESSION_LIMIT: the grant exceeds a limit of
+    the session. Arrays over the slots stay valid after each of these codes: what the daemon does not know as a grant it
+    does not reuse before the process ends."""
+
+    id: int
+    codes: bytes
+
+
 EngineRequest = (
     Hello
     | Match
@@ -446,6 +486,7 @@ EngineRequest = (
     | Unpublished
     | Explain
     | Traced
+    | Regrant
     | Bye
 )
 EngineReply = (
@@ -462,6 +503,7 @@ EngineReply = (
     | QueryOpened
     | Explained
     | Prefetched
+    | Regranted
 )
 
 

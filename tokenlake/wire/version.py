@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from tokenlake.errors import ProtocolRefused
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""2: `engine.Welcome.kept` and `engine.Regrant`, by which engines keep their memory over a restart of the daemon."""
 OLDEST_VERSION = 1
 """Both ends offer [OLDEST_VERSION, PROTOCOL_VERSION] and use the highest that both know."""
 

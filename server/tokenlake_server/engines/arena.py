@@ -19,6 +19,9 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tokenlake.errors import LimitReached
 from tokenlake.memory.region import GENERATION_BYTES, PAGE, RegionShape, header_room, stride_of
 from tokenlake.where import HOST
@@ -63,12 +66,33 @@ class Region:
             raise LimitReached(
                 f"the kernel gave no {nbytes >> 20} MiB of memory for a region: {error.strerror}{_cure(error)}"
             ) from error
-        if nbytes >= HUGE_PAGE and not huge_pages:
+        self._advise(huge_pages)
+        self.view = memoryview(self.map)
+
+    @classmethod
+    def adopt(cls, number: int, descriptor: int, nbytes: int, slot_bytes: int, *, huge_pages: bool) -> Region:
+        """The region of a daemon that has ended, whose memory is there. `slot_bytes`: 0 if it was not cut. Owns
+        `descriptor` unless it raises. Raises `ValueError` for a file that is not such a region."""
+        region = cls.__new__(cls)
+        region.number, region.nbytes, region.fd = number, nbytes, descriptor
+        region._page = HUGE_PAGE if huge_pages else PAGE
+        region.file_bytes = os.fstat(descriptor).st_size
+        header = RegionShape(nbytes, slot_bytes).header_bytes if slot_bytes else header_room(nbytes)
+        region._kept = header + nbytes
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS
+        if region.file_bytes < region._kept or sealed != (SEALS if slot_bytes else 0):
+            raise ValueError(f"a file of {region.file_bytes} bytes with the seals {sealed}")
+        region.map = mmap.mmap(descriptor, region.file_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        region._advise(huge_pages)
+        region.view = memoryview(region.map)
+        return region
+
+    def _advise(self, huge_pages: bool) -> None:
+        if self.nbytes >= HUGE_PAGE and not huge_pages:
             # Where the system gives huge pages to shared memory on request (shmem_enabled is `advise`). Not for the
             # room of the header, of which a huge page would take more than it needs.
             with contextlib.suppress(OSError):
-                self.map.madvise(mmap.MADV_HUGEPAGE, 0, nbytes // HUGE_PAGE * HUGE_PAGE)
-        self.view = memoryview(self.map)
+                self.map.madvise(mmap.MADV_HUGEPAGE, 0, self.nbytes // HUGE_PAGE * HUGE_PAGE)
 
     def populate(self, start: int = 0, stop: int | None = None, ended: Callable[[], bool] = lambda: False) -> None:
         """Make the kernel allocate the pages from `start` to `stop` (None: as many bytes as the slots have). Returns
@@ -156,6 +180,25 @@ class Arena:
             region.close()
         else:
             self._regions[number] = region
+
+    def adopt(self, number: int, descriptor: int, nbytes: int, slot_bytes: int) -> None:
+        """Take over the region of a daemon that has ended, as `Region.adopt`. Raises `ValueError` and `OSError`."""
+        region = Region.adopt(number, descriptor, nbytes, slot_bytes, huge_pages=self._huge_pages)
+        if slot_bytes:
+            # The daemon before may have ended between the cut and this.
+            region.trim()
+        self._regions[number] = region
+
+    def generations(self, number: int, slot_bytes: int) -> NDArray[np.uint64]:
+        """The generation of each slot of a region, shape [slots]: a copy of its header."""
+        region = self._regions[number]
+        slots = RegionShape(region.nbytes, slot_bytes).slots
+        return np.frombuffer(region.view, np.uint64, slots).copy()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the arena's regions."""
+        return list(self._regions)
 
     def region(self, number: int) -> Region:
         """The arena's region with that number. Raises KeyError where there is none."""

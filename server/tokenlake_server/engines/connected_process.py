@@ -3,8 +3,9 @@
 The state of the socket does not tell whether the process is alive. A process may close its socket and still map the
 arena, and a forked child keeps the socket of its dead parent open. The pidfd becomes readable when the process ends.
 
-Where the daemon gets no pidfd (before Linux 6.5, for a process of another PID namespace), the process locks a file of
-the daemon before it maps anything. The lock is a POSIX record lock: it ends with the process, works across PID
+Where the daemon gets no pidfd (before Linux 6.5, for a process of another PID namespace), and where its memory outlives
+the daemon, the process locks a file of the daemon before it maps anything; the next daemon gets the file, and learns
+from the lock that the process lives. The lock is a POSIX record lock: it ends with the process, works across PID
 namespaces, and is not inherited by forked children. The kernel does not report the end of a lock, so the daemon checks
 it every `LOCK_S`.
 """
@@ -50,7 +51,8 @@ class ConnectedProcess:
         self.pid, self.uid = credentials(sock)
         self.pidfd = _pidfd(sock, self.pid)
         self.lock: int | None = None
-        """Descriptor of the file that the process has to lock; None where the daemon has a pidfd."""
+        """Descriptor of the file that the process has to lock; None where the daemon has a pidfd, and its memory ends
+        with it."""
 
     def make_lock(self) -> None:
         """Make the file that the process has to lock. Raises `OSError`."""
@@ -58,19 +60,15 @@ class ConnectedProcess:
         fcntl.fcntl(self.lock, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
     def take_over(self, earlier: ConnectedProcess) -> None:
-        """Take over the pidfd or the lock file of an earlier connection of the same process."""
+        """Take over the pidfd, unless there is one, and the lock file of an earlier connection of the same process."""
         if self.pidfd is None:
             self.pidfd, earlier.pidfd = earlier.pidfd, None
-            self.lock, earlier.lock = earlier.lock, None
+        self.lock, earlier.lock = earlier.lock, None
 
     @property
     def holds_lock(self) -> bool:
         """True while the process holds the lock on its file."""
-        if self.lock is None:
-            return False
-        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        found = _FLOCK.unpack(fcntl.fcntl(self.lock, fcntl.F_GETLK, wanted))
-        return bool(found[0] != fcntl.F_UNLCK)
+        return self.lock is not None and is_locked(self.lock)
 
     def close(self) -> None:
         """Close the pidfd and the lock file."""
@@ -78,6 +76,13 @@ class ConnectedProcess:
             if descriptor is not None:
                 os.close(descriptor)
         self.pidfd = self.lock = None
+
+
+def is_locked(descriptor: int) -> bool:
+    """True while another process holds a lock on the file."""
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    found = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
+    return bool(found[0] != fcntl.F_UNLCK)
 
 
 def kernel_has_pidfds() -> bool:

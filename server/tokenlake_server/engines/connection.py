@@ -87,6 +87,10 @@ class EngineConnection:
         """Regions of which the process was given a descriptor, and which have not been closed since."""
         self.locked = False
         """True once the process has locked its file (`ConnectedProcess.lock`)."""
+        self.survivor = 0
+        """The number of the process at the daemon before, if it continues what it began there; else 0."""
+        self.regranted = False
+        """True once it has said what it holds of that."""
         self._loop = loop
         self._version = 0
         self._account: Account | None = None
@@ -112,6 +116,11 @@ class EngineConnection:
         on_closed(self, reason)
 
     @property
+    def version(self) -> int:
+        """The protocol version that both sides use; 0 before `identify`."""
+        return self._version
+
+    @property
     def share(self) -> LoopShare | None:
         """The time of the loop that this connection shares with others of its tenant, or with others that have not
         sent a `Hello`; None once the socket is closed."""
@@ -123,11 +132,12 @@ class EngineConnection:
             self._frames.share = share
 
     def check_lock(self) -> bool:
-        """Look whether the process has locked its file, and record that in `locked`. Returns True if the daemon notices
-        the death of the process: it has a pidfd, or the process has locked its file."""
-        if self.process.pidfd is None and not self.locked:
-            self.locked = self.process.holds_lock
-        return self.process.pidfd is not None or self.locked
+        """Look whether the process has locked its file, and record that in `locked`. Returns True if it has, or if it
+        was given none because the daemon has a pidfd."""
+        if self.process.lock is None:
+            return self.process.pidfd is not None
+        self.locked = self.locked or self.process.holds_lock
+        return self.locked
 
     # -- replies
 
@@ -233,6 +243,20 @@ class EngineConnection:
         if self._frames is not None:
             self._frames.max_frame = engine.MAX_FRAME
 
+    def in_session(self, session: int) -> engine.Hello:
+        """The process named a session of an earlier daemon: it has the number `session` here, or begins anew (0)."""
+        assert self.hello is not None
+        resume = self.hello.resume if session else 0
+        self.hello = msgspec.structs.replace(self.hello, session=session, resume=resume)
+        return self.hello
+
+    def continue_from(self, survivor: int, lock: int) -> None:
+        """The process continues what it began at the daemon before, where its number was `survivor`, and holds the lock
+        on the file, which this connection owns from now on."""
+        self.process.lock = lock
+        self.locked = self.maps = True
+        self.survivor = self.origin = survivor
+
     def welcome(self, session: int, resumed: EngineConnection | None) -> int:
         """Record that the process has joined `session`. `resumed`: the connection whose leases and reservations the
         rules handed to this one. Returns the protocol version that both sides use."""
@@ -241,7 +265,7 @@ class EngineConnection:
         if resumed is not None:
             self.maps, self.origin = resumed.maps, resumed.origin
             self.opened |= resumed.opened
-            self.locked = resumed.locked
+            self.locked, self.survivor, self.regranted = resumed.locked, resumed.survivor, resumed.regranted
         self._deadline.cancel()
         return self._version
 

@@ -33,6 +33,7 @@ from tokenlake_server.engines.local_socket import listen
 from tokenlake_server.engines.refused import EngineRefused, Reason, RefusedEngine, RefusedEngines, refused_for
 from tokenlake_server.engines.tenants import Tenants
 from tokenlake_server.engines.without_memory import WithoutMemory
+from tokenlake_server.kept.memory import Kept
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.frame_connection import SLICE_S
 from tokenlake_server.loop.loop_share import LoopShare
@@ -52,6 +53,8 @@ ACCEPT_PAUSE_S = 0.5
 stays readable then: without the pause the loop would spin."""
 MAX_LAYOUTS = 64
 """Limit of the layouts of each tenant that are remembered for schedulers."""
+KEPT_VERSION = 2
+"""The protocol version from which on a process may continue at the next daemon what it began at the one before."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
 
 LAYOUT_PROCESSES = Metric(
@@ -89,10 +92,11 @@ class EngineListener:
         connect_query: ConnectQuery,
         contents: Contents,
         orders: StandingOrders,
+        kept: Kept | None = None,
     ) -> None:
         """`connect_query(tenant, layout)` returns a connection to the query engine, which the caller closes; raises
         `TokenLakeError`. `contents` takes the contents of the segments that engines write; `orders` has the weights
-        that were retired."""
+        that were retired. `kept`: what keeps the memory for the next daemon."""
         self._connect_query = connect_query
         self._settings = settings
         self._tenants = tenants
@@ -112,6 +116,7 @@ class EngineListener:
         """Number of processes of each engine (session), without those of the query engine."""
         self._kept = KeptBytes(tenants.count)
         self._last = 0
+        self._closing = False
         self._shares: dict[str, LoopShare] = {}
         self.on_other_answer: Callable[[Answer], None] = lambda answer: None
         """Function that takes the answers for the control plane, whose connections have negative numbers."""
@@ -123,6 +128,10 @@ class EngineListener:
         self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
         """The layouts of the engines that have connected, by tenant and fingerprint."""
         self._orders = orders
+        self._keeper = kept
+        self._lives: dict[int, tuple[int, int]] = {}
+        """By session of the daemon before that goes on here: the incarnation and the number under which its processes
+        know it."""
         self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
@@ -192,8 +201,12 @@ class EngineListener:
             self._sessions[connection.session] -= 1
             self._sessions += Counter()  # without zeros
         connection.joined = False
+        if connection.session not in self._sessions:
+            self._lives.pop(connection.session, None)
         if connection.process.pidfd is not None:
             self._loop.remove_reader(connection.process.pidfd)
+        if self._keeper is not None and connection.process.lock is not None and not self._closing:
+            self._keeper.lock_closing(connection.origin, connection.tenant)
         connection.process.close()
         connection.close("the process is gone")
         connection.close_account()
@@ -237,7 +250,9 @@ class EngineListener:
         return [*self._refused.all(), *self._without_memory.all(self._connections.values())]
 
     def close(self) -> None:
-        """Stop listening on the local socket, remove its path, close all connections."""
+        """Stop listening on the local socket, remove its path, close all connections. The files that processes have
+        locked stay with what keeps the memory."""
+        self._closing = True
         self._loop.remove_reader(self._sock)
         self._sock.close()
         self._settings.path.unlink(missing_ok=True)
@@ -304,18 +319,23 @@ class EngineListener:
             self._contents.offer(connection.tenant, split_keys(message.keys), message.contents, limit)
             message = msgspec.structs.replace(message, contents=())
         self._driver.handle(events.Requested(connection.number, message))
+        if isinstance(message, engine.Regrant) and message.last:
+            connection.regranted = True
 
     def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
         assert isinstance(message, engine.Hello)
         if connection.hello is not None:
             connection.refuse(message.id, ProtocolRefused("Hello was sent twice on one connection; expected one"))
             return
-        if message.incarnation not in (0, self._settings.incarnation):
-            # The process names a session and a connection of an earlier daemon. In this daemon their numbers may belong
-            # to other processes, so they are not used.
-            message = msgspec.structs.replace(message, session=0, resume=0)
         try:
             connection.identify(message, self._tenants, self._settings.memory)
+            survivor = self._survivor(connection)
+            if not survivor and message.incarnation not in (0, self._settings.incarnation):
+                # The process names a session of an earlier daemon. In this daemon the number may belong to another
+                # engine, so it is used only if the session goes on here.
+                lives = message.incarnation, message.session
+                session = next((number for number, known in self._lives.items() if known == lives), 0)
+                message = connection.in_session(session)
             layout = connection.layout
             assert layout is not None
             with refused_for(Reason.LAYOUT):
@@ -332,9 +352,12 @@ class EngineListener:
         self._remember(connection.tenant, layout)
         self._no_longer_unproven(connection)
         self._count(connection, 1)
-        resumed = self._resumed(connection)
-        if resumed is None and connection.process.pidfd is None:
+        resumed = None if survivor else self._resumed(connection)
+        if resumed is None and not survivor and (connection.process.pidfd is None or self._keeper is not None):
             connection.process.make_lock()
+            if self._keeper is not None:
+                assert connection.process.lock is not None
+                self._keeper.lock_made(connection.origin, connection.tenant, connection.process.lock)
         self._driver.handle(
             events.Joined(
                 connection.number,
@@ -345,10 +368,25 @@ class EngineListener:
                 # A query engine's match counts 0 tokens per segment: the tokens that it reads are counted as hits of
                 # the engine that sent the query, at that engine's node.
                 0 if self._tenants.is_query_engine(message.token) else layout.segment_tokens,
-                message.session,
-                resumed.number if resumed else 0,
+                *self._continued(connection, resumed, survivor),
             )
         )
+
+    def _continued(
+        self, connection: EngineConnection, resumed: EngineConnection | None, survivor: int
+    ) -> tuple[int, int, int]:
+        """`Joined.session`, `resume` and `survivor` of a process."""
+        assert connection.hello is not None
+        if resumed is not None and resumed.survivor and not resumed.regranted:
+            return self._lives[resumed.session][1], 0, resumed.survivor
+        return connection.hello.session, resumed.number if resumed else 0, survivor
+
+    def _survivor(self, connection: EngineConnection) -> int:
+        """The number at the daemon before of a process that continues what it began there; 0 for another one."""
+        hello = connection.hello
+        if self._keeper is None or hello is None or not hello.resume or connection.version < KEPT_VERSION:
+            return 0
+        return hello.resume if self._keeper.survives(hello.resume, connection.tenant) else 0
 
     def _count(self, connection: EngineConnection, more: int) -> None:
         """Count `more` processes like that of the connection, whose `Hello` was accepted."""
@@ -528,7 +566,13 @@ class EngineListener:
         connection = self._connections.get(instruction.connection)
         if connection is None or connection.layout is None:
             return
-        resumed = self._resumed(connection)
+        survivor, hello = self._survivor(connection), connection.hello
+        resumed = None if survivor else self._resumed(connection)
+        if survivor:
+            assert hello is not None
+            assert self._keeper is not None
+            connection.continue_from(survivor, self._keeper.returned(survivor))
+            self._lives[instruction.session] = hello.incarnation, hello.session
         if resumed is not None:
             connection.process.take_over(resumed.process)
         if connection.process.pidfd is not None:
@@ -537,19 +581,21 @@ class EngineListener:
         self._refused.accepted(connection.process)
         if not connection.query_engine:
             self._sessions[instruction.session] += 1
-        lock = connection.process.lock if resumed is None else None
+        lock = connection.process.lock if resumed is None and not survivor else None
         if connection.process.pidfd is None:
             self._watch_lock(connection)
         if resumed is not None:
             # The rules handed the leases and writes of the resumed connection to the new one, so nothing of it is left.
             self._forget(resumed)
+        own = self._settings.incarnation, instruction.session
+        incarnation, session = self._lives.get(instruction.session, own)
         connection.send(
             engine.Welcome(
                 id=instruction.request,
                 version=version,
                 node=self._settings.node,
-                incarnation=self._settings.incarnation,
-                session=instruction.session,
+                incarnation=incarnation,
+                session=session,
                 connection=connection.origin,
                 tenant=connection.tenant,
                 secret=connection.secret,
@@ -558,9 +604,14 @@ class EngineListener:
                 max_frame=engine.MAX_FRAME,
                 lock=lock is not None,
                 published=self._contents.models(connection.tenant),
+                kept=bool(connection.survivor) and not connection.regranted,
+                keep_s=0.0 if self._keeper is None else self._keeper.engines_wait_s,
             ),
             [] if lock is None else [lock],
         )
+        if survivor and self._keeper is not None:
+            for region in self._keeper.dropped:
+                connection.send(engine.RegionClosed(0, region))
 
     def _answer(self, instruction: Answer) -> None:
         connection = self._connections.get(instruction.connection)

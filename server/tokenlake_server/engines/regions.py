@@ -14,6 +14,7 @@ from tokenlake.core.events import RegionReady
 from tokenlake.core.instructions import CloseRegion, CutRegion, MakeRegion
 from tokenlake_server.bulk.choice import Transports
 from tokenlake_server.engines.arena import Arena
+from tokenlake_server.kept.memory import Kept
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.started_threads import started_threads
 
@@ -42,14 +43,16 @@ class Regions:
         transports: Transports,
         loop: asyncio.AbstractEventLoop,
         report: Callable[[int, int], None],
+        kept: Kept | None = None,
     ) -> None:
         """`transports`: those whose memory other nodes may read by themselves. `report`: called with the bytes that are
-        prepared, and all bytes."""
+        prepared, and all bytes. `kept`: what keeps the memory for the next daemon."""
         self._arena = arena
         self._driver = driver
         self._transports = transports
         self._loop = loop
         self._report = report
+        self._kept = kept
         self._closing = asyncio.Event()
         self._making: set[asyncio.Task[None]] = set()
         self._freeing: set[asyncio.Task[None]] = set()
@@ -78,10 +81,21 @@ class Regions:
             lambda: self._arena.make(instruction.region, instruction.nbytes),
         ):
             return
+        if self._kept is not None:
+            self._kept.region_made(instruction.region, instruction.nbytes)
         self._driver.handle(RegionReady(instruction.region))
-        self._show_progress()
+        self.show_progress()
 
-    def _show_progress(self) -> None:
+    def adopted(self) -> None:
+        """Regions of an earlier daemon are in the arena, and the rules know them."""
+        if self._transports.nixl is not None:
+            for region in self._arena.numbers:
+                if self._driver.core.store.region_owner(region) is not None:
+                    self._transports.nixl.add(region)
+        self.show_progress()
+
+    def show_progress(self) -> None:
+        """Report how much memory is prepared. To be called when some was."""
         if self.prepared.is_set():
             return
         regions = self._driver.core.store.regions
@@ -102,6 +116,10 @@ class Regions:
 
     def _cut(self, instruction: CutRegion) -> None:
         self._arena.region(instruction.region).cut(instruction.nbytes, instruction.slot_bytes)
+        if self._kept is not None:
+            pool = self._driver.core.store.region_owner(instruction.region)
+            if pool is not None:
+                self._kept.region_cut(instruction.region, instruction.nbytes, instruction.slot_bytes, pool.tenant)
         self._run(self._trim(instruction.region), self._freeing)
 
     async def _trim(self, region: int) -> None:
@@ -111,6 +129,8 @@ class Regions:
 
     def _close(self, instruction: CloseRegion) -> None:
         self.on_closed(instruction.region)
+        if self._kept is not None:
+            self._kept.region_closing(instruction.region)
         self._run(self._close_until_done(instruction.region, list(self._freeing)), self._freeing)
 
     async def _close_until_done(self, region: int, before: Sequence[asyncio.Task[None]]) -> None:

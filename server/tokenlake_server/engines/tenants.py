@@ -13,9 +13,19 @@ from tokenlake.errors import CredentialRefused
 
 log = logging.getLogger(__name__)
 
+DEFAULT_TENANT = "default"
 DEFAULT_SECRET = Secret(hashlib.blake2b(b"tokenlake: the only tenant", digest_size=32).digest())
 """Secret of the tenant 'default'. It is public: a single tenant has no other tenant to be protected from, and every
 node of the pool must derive the same keys without configuration."""
+
+
+def digests(config: ServerConfig) -> dict[str, bytes]:
+    """For each tenant by name, 16 bytes that follow from its name and secret."""
+    tenants = {tenant.name: tenant.secret for tenant in config.tenants} or {DEFAULT_TENANT: DEFAULT_SECRET}
+    return {
+        name: hashlib.blake2b(name.encode(), key=bytes(secret), digest_size=16).digest()
+        for name, secret in tenants.items()
+    }
 
 
 class Tenants:
@@ -27,7 +37,7 @@ class Tenants:
 
     def __init__(self, config: ServerConfig) -> None:
         allowed = config.allow_uids or (os.getuid(),)
-        self._tenants = config.tenants or (Tenant(name="default", secret=DEFAULT_SECRET, uids=allowed),)
+        self._tenants = config.tenants or (Tenant(name=DEFAULT_TENANT, secret=DEFAULT_SECRET, uids=allowed),)
         self.query_credential = secrets.token_hex(32)
         self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
         if len(self._tenants) > 1 and os.getuid() in self._allowed:

@@ -18,7 +18,7 @@ from tokenlake.config import Address, RuleSettings, ServerConfig, is_loopback, p
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.context import DRAIN_S
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import ReadRing, Stamp
+from tokenlake.core.instructions import ReadRing, Record, Sealed, Stamp
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
@@ -43,6 +43,7 @@ from tokenlake_server.engines.query_engine import QueryEngine
 from tokenlake_server.engines.regions import Regions, makers
 from tokenlake_server.engines.slot_checker import SlotChecker
 from tokenlake_server.engines.tenants import Tenants
+from tokenlake_server.kept.memory import Kept
 from tokenlake_server.loop.admin_thread import AdminThread
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.watchdog import Watchdog
@@ -73,9 +74,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def core_config(config: ServerConfig, incarnation: int, record: RingRecord | None = None) -> CoreConfig:
+def core_config(
+    config: ServerConfig, incarnation: int, record: RingRecord | None = None, *, keep: bool = False
+) -> CoreConfig:
     """The configuration of the rules that follows from the settings. `record`: the members at the start,
-    without it those of `peers`."""
+    without it those of `peers`. `keep`: does the memory outlive the daemon?"""
     return CoreConfig(
         node=config.node,
         incarnation=incarnation,
@@ -89,6 +92,7 @@ def core_config(config: ServerConfig, incarnation: int, record: RingRecord | Non
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
         drain_s=config.drain_s or DRAIN_S,
+        keep=keep,
         **{name: getattr(config, name) for name in RuleSettings.__struct_fields__},
     )
 
@@ -107,17 +111,20 @@ class Daemon:
         arena: Arena,
         origin: Mapping[str, str] = MappingProxyType({}),
         report: Callable[[int, int], None] = lambda done, total: None,
+        kept: Kept | None = None,
     ) -> None:
-        """`origin`: the source of each setting. `report`: as of `running.run`."""
+        """`origin`: the source of each setting. `report`: as of `running.run`. `kept`: the memory of the daemon before,
+        in `arena`, and what keeps that of this one."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
         self._admin = AdminThread()
         """The thread in which gRPC runs for the membership and for the control plane."""
         self.membership = open_membership(config, incarnation, loop, self._admin)
-        rules = core_config(config, incarnation, self.membership.members.record)
+        rules = core_config(config, incarnation, self.membership.members.record, keep=kept is not None)
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
+        self._kept = kept
         self._tracing = _tracing(config)
         self._started = time.time()
         self.driver = Driver(core, loop, self._failed)
@@ -126,6 +133,8 @@ class Daemon:
         self.watchdog.use(core.counters)
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
+        self.driver.carry_out(Record, kept.record if kept is not None else lambda order: None)
+        self.driver.carry_out(Sealed, kept.sealed if kept is not None else lambda order: None)
         self.driver.carry_out(ReadRing, lambda order: self.membership.refresh())
         certificates = self._certificates = _certificates(config)
         secrets = () if certificates else config.cluster_secret
@@ -144,7 +153,7 @@ class Daemon:
             loopback_only=certificates is None and not config.unencrypted_beyond_loopback,
         )
         self._transports = open_transports(config, incarnation, arena)
-        self.regions = Regions(arena, self.driver, self._transports, loop, report)
+        self.regions = Regions(arena, self.driver, self._transports, loop, report, kept)
         self.contents = _contents(config, self._admin, loop, self.driver)
         self.senders = BulkSender(arena, self.driver, self._transports, self.contents)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
@@ -200,6 +209,7 @@ class Daemon:
             self._connect_query,
             self.contents,
             self.orders,
+            kept,
         )
         self.regions.on_closed = self.engines.region_closed
         if self._tracing is not None:
@@ -210,6 +220,9 @@ class Daemon:
             else "this kernel has no SO_PEERPIDFD (Linux 6.5): a file lock reports the end of engines in other "
             f"PID namespaces, within {LOCK_S:.0f} s"
         )
+        if kept is not None:
+            kept.begin(self.driver, loop, incarnation)
+            self.regions.adopted()
         self.driver.start()
         self.control: ControlServer | None = None
         try:
@@ -259,6 +272,8 @@ class Daemon:
             *self.orders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
         ]
+        if self._kept is not None:
+            snapshot.gauges += self._kept.gauges()
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()
         if self.control is not None:
@@ -333,11 +348,14 @@ class Daemon:
 
     async def close(self) -> None:
         """Stop the daemon: write memory out to the disk tier, accept no more requests, end the threads and the query
-        engine. A part that cannot be closed is logged, and the others are closed all the same."""
+        engine, leave memory to the next daemon or give it back. A part that cannot be closed is logged, and the others
+        are closed all the same."""
         if not self.ring.left.is_set():
             await _end("the disk tier was not saved", self.disk.save)
         await _end("the disk tier was not stopped", self.disk.stop)
         self.regions.stop()
+        if self._kept is not None:
+            await _end("the check of memory was not ended", self._kept.stop)
         await _end("the changes of the members were not ended", self.ring.close)
         if self.control is not None:
             await _end("the control plane was not closed", self.control.close)
@@ -360,8 +378,19 @@ class Daemon:
             await _end_thread("the spans were not sent", self._tracing.close)
         self._arena.stop()
         await _end("the memory of regions was not left", self.regions.close)
+        await _end("the memory was not left to the next daemon, or given back", self._leave_memory)
         await _end("the timers were not ended", self.driver.stop)
-        await _end("the memory was not given back", self._free_memory)
+
+    async def _leave_memory(self) -> None:
+        """The end of a daemon that will be started again leaves its memory to the next one."""
+        kept = self._kept
+        if kept is not None:
+            if not self.ring.left.is_set() and await kept.hand_over():
+                kept.close()
+                return
+            await kept.give_up()
+            kept.close()
+        await self._free_memory()
 
     async def _free_memory(self) -> None:
         await asyncio.to_thread(self._arena.free_pages, self._slots_in_use())

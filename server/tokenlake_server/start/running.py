@@ -19,6 +19,7 @@ from tokenlake.config import DEFAULT, ServerConfig
 from tokenlake.errors import ConfigurationError, LimitReached, TokenLakeError
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.local_socket import ENGINES, control_of_this_user, is_shared, prepare
+from tokenlake_server.kept.memory import open_kept
 from tokenlake_server.loop import garbage_collector
 from tokenlake_server.loop.started_threads import started_threads
 from tokenlake_server.start import allocator
@@ -159,14 +160,16 @@ async def run(
     # First of all, so that a second start of a daemon that runs reports this, and not the port that is taken.
     prepare(Path(config.socket), ENGINES)
     config = _out_of_a_shared_directory(config, origin)
-    require_memory(config.memory, config.regions if config.huge_pages else 0)
     _raise_descriptor_limit(config)
+    arena = Arena(config.huge_pages)
+    kept = open_kept(config, arena, os.environ)
+    there = kept.nbytes if kept is not None else 0
+    require_memory(config.memory - there, config.regions if config.huge_pages else 0)
     loop = asyncio.get_running_loop()
     allocator.set_up()
     sys.setswitchinterval(SWITCH_S)
     loop.set_default_executor(started_threads(WORK_THREADS, "work"))
     manager = ServiceManager(os.environ)
-    arena = Arena(config.huge_pages)
     stop = asyncio.Event()
     for ignored in IGNORED:
         loop.add_signal_handler(ignored, _ignore, ignored)
@@ -175,7 +178,7 @@ async def run(
     for number in ending:
         loop.add_signal_handler(number, stop.set)
     try:
-        daemon = Daemon(config, arena, origin, report)
+        daemon = Daemon(config, arena, origin, report, kept)
         garbage_collector.set_up(daemon.watchdog.collected)
         if config.drain_s:
             loop.add_signal_handler(signal.SIGTERM, _drain_or_stop, daemon, stop)

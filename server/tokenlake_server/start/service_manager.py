@@ -11,13 +11,18 @@ from collections.abc import Mapping
 log = logging.getLogger(__name__)
 
 
+def address_of(environ: Mapping[str, str]) -> str:
+    """The address of the service manager's socket; empty where none started this process."""
+    path = environ.get("NOTIFY_SOCKET", "")
+    return f"\0{path[1:]}" if path.startswith("@") else path
+
+
 class ServiceManager:
     """The service manager that started this process, by the variables that systemd sets for `Type=notify` and
     `WatchdogSec=`; without them no call does anything."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        path = environ.get("NOTIFY_SOCKET", "")
-        self._address = f"\0{path[1:]}" if path.startswith("@") else path
+        self._address = address_of(environ)
         own = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         limit = environ.get("WATCHDOG_USEC", "") if own else ""
         self._interval_s = int(limit) / 2e6 if limit.isdecimal() else 0.0

@@ -297,6 +297,37 @@ class Grants:
         lease.attach(connection)
         return True
 
+    def add_regranted(self, session: SessionGrants, lease: Lease) -> bool:
+        """Add a lease of the daemon before, whose items follow (`regrant_item`), the first one at once. Returns False,
+        and changes nothing, if that exceeds a limit."""
+        if not self.may_add_lease(session) or lease.nbytes > self._room_bytes(session):
+            return False
+        session.leases[lease.id] = lease
+        self._charge(session, lease.nbytes)
+        for connection in lease.held:
+            lease.held[connection] = bytearray(len(lease.keys))
+        return True
+
+    def regrant_item(
+        self, session: SessionGrants, lease: Lease, connection: ConnectionId, index: int, segment: Segment
+    ) -> bool:
+        """Let a process hold an item of a lease of the daemon before, whose segment is in this node's arena. Returns
+        False, and changes nothing, if that exceeds a limit."""
+        if connection not in lease.held:
+            nbytes = PROCESS_BYTES + HELD_BYTES * len(lease.keys)
+            if nbytes > self._room_bytes(session) or len(lease.held) >= MAX_PROCESSES:
+                return False
+            lease.nbytes += nbytes
+            self._charge(session, nbytes)
+            lease.held[connection] = bytearray(len(lease.keys))
+        if lease.segments[index] is None:
+            self._context.store.pin(segment)
+            lease.segments[index], lease.keys[index] = segment, segment.key
+            session.pinned += 1
+            session.leased += 1
+        lease.held[connection][index] = 1
+        return True
+
     def item_expected(self, session: SessionGrants, lease: Lease, index: int) -> None:
         """Count a fetch of the remote item at `index` that begins. The item counts as one slot, however many fetches
         wait for it."""
@@ -440,6 +471,30 @@ class Grants:
             write.nbytes += nbytes
             self._charge(session, nbytes)
         write.held[connection] = dict.fromkeys(write.open)
+        return True
+
+    def regrant_slot(
+        self, session: SessionGrants, number: WriteId, connection: ConnectionId, index: int, segment: Segment
+    ) -> bool:
+        """Let a process hold a slot of a write of the daemon before, which is in quarantine. Returns False, and changes
+        nothing, if that exceeds a limit."""
+        write = session.writes.get(number)
+        nbytes = GRANT_BYTES if write is None else 0
+        nbytes += PROCESS_BYTES if write is not None and connection not in write.held else 0
+        nbytes += ITEM_BYTES if write is None or index not in write.open else WRITER_BYTES
+        others = 0 if write is None else len(write.held)
+        if nbytes > self._room_bytes(session) or others >= MAX_PROCESSES or len(session.writes) >= MAX_GRANTS:
+            return False
+        if write is None:
+            write = session.writes[number] = Write(number, connection)
+            write.expired, write.began = True, self._context.now
+        write.nbytes += nbytes
+        self._charge(session, nbytes)
+        if index not in write.open:
+            self._context.store.pin(segment)
+            write.open[index] = segment
+            session.reserved += 1
+        write.held.setdefault(connection, {})[index] = None
         return True
 
     def filled(self, write: Write, connection: ConnectionId, index: int) -> None:

@@ -9,7 +9,8 @@
     one pin of the slot, until its time is over, an `Unpin` names it, the segment leaves by another rule,
     or the memory of its region goes to another pool
 
-A pin belongs to the copy of this node: it moves to no other node, and ends with the daemon. A pin of a segment that is
+A pin belongs to the copy of this node: it moves to no other node, and ends with the daemon, unless the memory is
+kept. A pin of a segment that is
 pinned already sets its time anew and takes no further room.
 """
 
@@ -106,6 +107,11 @@ class Pins(Part):
                 return False
         return self.room(*segment.pool) > 0
 
+    def left_s(self, segment: Segment) -> float:
+        """Returns the seconds for which a segment stays pinned; 0 if it is not."""
+        pin = self._pin_of(segment)
+        return 0.0 if pin is None else max(0.0, pin.until[0] - self._context.now)
+
     def unpinned(self, segments: Iterable[Segment]) -> int:
         """Returns how many of the segments have no pin yet."""
         return sum(self._pin_of(segment) is None for segment in segments)
@@ -175,6 +181,7 @@ class Pins(Part):
         self._by_pool[segment.pool] += 1
         self._by_account[pin.account] += segment.slot_bytes
         self._by_region.setdefault(segment.place.region, {})[pin] = None
+        self._context.store.note(segment)
 
     def _end(self, pin: _Pin) -> None:
         segment = pin.segment
@@ -187,6 +194,7 @@ class Pins(Part):
         self._by_pool[segment.pool] -= 1
         if not self._by_pool[segment.pool]:
             del self._by_pool[segment.pool]
+        self._context.store.note(segment)
         self._context.store.unpin(segment)
 
     # -- checks

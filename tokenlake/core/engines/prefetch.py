@@ -28,11 +28,14 @@ from tokenlake.core.cluster.transfer import MAX_DEADLINE_S, OnArrival, deadline_
 from tokenlake.core.cluster.transfers import Transfers
 from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.pins import Pins
+from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.survey import Survey
+from tokenlake.core.events import PrefetchRequested
+from tokenlake.core.instructions import Answer, PrefetchDone
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.memory import Kind, Segment, State
 from tokenlake.metrics import Metric
-from tokenlake.wire import Code
+from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import split_keys
 
 PREFETCHED = Metric(
@@ -80,6 +83,26 @@ class Prefetches(Part):
         self._transfers = transfers
         self._pins = pins
         self._under_way: dict[Prefetch, None] = {}
+
+    def asked(self, process: Process, request: engine.Prefetch) -> None:
+        """Handle the request of an engine."""
+        session = process.session
+
+        def done(codes: bytes) -> None:
+            if process.alive:
+                self._context.emit(Answer(process.connection, engine.Prefetched(request.id, codes)))
+
+        sizes = session.tenant, session.slot_bytes, session.shards
+        self.begin(*sizes, request.keys, request.first, request.source, request.pin_s, done)
+
+    def requested(self, event: PrefetchRequested) -> None:
+        """Handle the request of a scheduler or an operator."""
+        sizes = TenantId(event.tenant), event.slot_bytes, event.shards
+
+        def done(codes: bytes) -> None:
+            self._context.emit(PrefetchDone(event.request, codes))
+
+        self.begin(*sizes, event.keys, event.first, event.source, event.pin_s, done)
 
     def begin(
         self,
