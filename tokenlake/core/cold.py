@@ -7,8 +7,7 @@
         v
     ColdWritten --> in the cold tier and in memory --> evicted as any other; a match finds it in the cold tier
 
-Only the owner of a segment writes it. One that was accessed since is offered again: the tier then has it already, and
-counts the use. The budget bounds the bytes that this node writes per day. A segment that an
+Only the owner of a segment writes it. The budget bounds the bytes that this node writes per day. A segment that an
 operator evicts while it is written is erased behind the write.
 """
 
@@ -18,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tokenlake.core.cold_tier import ColdTier
+from tokenlake.core.cold_tier import AGAIN_S, ColdTier
 from tokenlake.core.context import Context, Part
 from tokenlake.core.departing import LOOK_EVERY, batches, by_value, departing, value_of
 from tokenlake.core.events import ColdWritten
@@ -125,7 +124,7 @@ class Cold(Part):
         store, now = self._context.store, self._context.now
         chosen: list[Segment] = []
         for segment in departing(store, pool):
-            if segment.pins or segment.cold == segment.touched or segment.source is not None:
+            if segment.pins or _is_saved(segment) or segment.source is not None:
                 continue
             refusal = self._refusal(pool, segment, len(chosen))
             if refusal is None:
@@ -190,9 +189,7 @@ class Cold(Part):
                     join_keys(segment.key for segment in batch),
                     b"".join(segment.packed for segment in batch),
                     b"".join(segment.checksums for segment in batch),
-                    b"".join(
-                        notes.pack(SegmentNote(each.depth, store.accesses(each), each.hints)) for each in batch
-                    ),
+                    b"".join(notes.pack(SegmentNote(each.depth, store.accesses(each), each.hints)) for each in batch),
                 )
             )
 
@@ -205,6 +202,8 @@ class Cold(Part):
         for segment, code in zip(write.segments, event.codes, strict=True):
             if code == Code.EXISTS:
                 self._admission(segment.pool).wrote(-1)
+            if code in (Code.COMMITTED, Code.EXISTS):
+                segment.cold = segment.touched + AGAIN_S
             self._writing[segment.pool] -= 1
             self._context.store.unpin(segment)
         self._writing = +self._writing
@@ -229,16 +228,14 @@ class Cold(Part):
 
     # -- orders
 
-    def erase(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        """An operator evicts these segments; none: all of the tenant."""
-        if not self._tier.ready and not self._writes:
-            return
+    def erase(self, tenant: TenantId, keys: Sequence[SegmentKey], slot_bytes: int) -> None:
+        """An operator evicts these segments; none: all of the tenant, of the size `slot_bytes` if it is not 0."""
+        named = dict.fromkeys(keys)
         for write in self._writes.values():
-            if write.tenant == tenant:
-                named = dict.fromkeys(keys)
+            if write.tenant == tenant and (keys or slot_bytes in (0, write.slot_bytes)):
                 write.erase |= {each.key: None for each in write.segments if not keys or each.key in named}
         if self._tier.ready:
-            self._context.emit(ColdErase(tenant, join_keys(keys)))
+            self._context.emit(ColdErase(tenant, join_keys(keys), slot_bytes))
 
     # -- the end of the daemon
 
@@ -295,4 +292,5 @@ class Cold(Part):
 
 
 def _is_saved(segment: Segment) -> bool:
-    return segment.cold == segment.touched
+    """Returns True if the segment was offered to the tier since its last access, or the tier has it."""
+    return segment.touched <= segment.cold

@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 from tokenlake.core.cluster.transfer import ABORTED, Transfer
-from tokenlake.core.cold_tier import ColdTier
+from tokenlake.core.cold_tier import AGAIN_S, ColdTier
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import ColdErase, ColdRead
-from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue
+from tokenlake.disk import NOTE_BYTES
+from tokenlake.disk.notes import Notes
+from tokenlake.disk.reads import LEAST_RATE, RATE_WEIGHT, READ_BYTES, READ_SEGMENTS, ReadQueue
 from tokenlake.identity import TenantId
 from tokenlake.memory import PoolId, Segment, State
 from tokenlake.memory.removals import COLD_DAMAGED_RULE
@@ -24,7 +26,9 @@ from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys
 
 READ = Metric("tokenlake_cold_read_segments_total", "Segments read from the cold tier whole", "tenant")
-READ_BYTES_TOTAL = Metric("tokenlake_cold_read_bytes_total", "Bytes of segments read from the cold tier whole", "tenant")
+READ_BYTES_TOTAL = Metric(
+    "tokenlake_cold_read_bytes_total", "Bytes of segments read from the cold tier whole", "tenant"
+)
 READ_TIME = Metric(
     "tokenlake_cold_read_seconds",
     "Time from the request to the end of a read from the cold tier, its wait included",
@@ -37,6 +41,8 @@ DAMAGED = Metric("tokenlake_cold_damaged_segments_total", "Segments in the cold 
 
 COLD = -1
 """The number of the cold tier where devices of the disk tier have theirs."""
+MEASURED_BYTES = 16 << 20
+"""Bytes that come before the rate of all reads together is measured again."""
 READS = 8
 """Reads that are under way at a time: those of a store with a latency of 50 ms and 5 GB/s."""
 PART_OF_COMPUTING = 0.5
@@ -61,6 +67,9 @@ class ColdReads:
         self._lose = lose
         self._own = own
         self._queue: ReadQueue[Transfer] = ReadQueue({COLD: tier}, READS)
+        self._notes = Notes()
+        self._came = 0
+        self._busy_since = 0.0
         self._seconds = context.counters.histogram(READ_TIME)
 
     def predict_s(self, nbytes: int) -> float:
@@ -87,6 +96,9 @@ class ColdReads:
         while (read := self._queue.take(COLD)) is not None:
             if read.timer is not None:
                 read.timer.cancel()
+            if self._queue.under_way(COLD) == 1:
+                # The latency counts apart.
+                self._came, self._busy_since = 0, self._context.now + self.tier.latency_s
             fetch = self._begin(read, max(0.0, read.asked_at + read.wait_s - self._context.now))
             self._context.emit(
                 ColdRead(
@@ -106,14 +118,14 @@ class ColdReads:
         self._context.counters.add(ABORTED)
         self._lose(read)
 
-    def ended(self, read: Transfer, codes: bytes) -> None:
-        """Handle the end of a read. After one that was aborted at its deadline, the segments that did not come stay in
+    def ended(self, read: Transfer, codes: bytes, notes: bytes) -> None:
+        """Handle the end of a read. `notes`: those of the segments that came. After one that was aborted at its deadline, the segments that did not come stay in
         the cold tier; if none came, it is set aside."""
         tier, counters, now = self.tier, self._context.counters, self._context.now
         arrived = codes.count(Code.LOCAL)
-        seconds = now - read.started_at
         came = arrived * read.slot_bytes
-        self._queue.ended(COLD, read.nbytes, max(seconds - tier.latency_s, seconds / READS), came)
+        self._queue.ended(COLD, read.nbytes, now - read.started_at, 0)
+        self._measure(came)
         self._seconds.add(now - read.asked_at)
         if arrived:
             tier.delivered()
@@ -134,11 +146,33 @@ class ColdReads:
         counters.add_for(READ, arrived, read.tenant)
         counters.add_for(READ_BYTES_TOTAL, came, read.tenant)
         # A segment that an operator evicted meanwhile is gone; one that another node owns by now stays a cached copy.
-        come = [each for each in read.segments if each.state is State.READY and each.source is None]
-        for segment in come:
-            segment.cold = segment.touched
+        come: list[Segment] = []
+        for index, segment in enumerate(read.segments):
+            if segment.state is State.READY:
+                segment.cold = segment.touched + AGAIN_S
+                self._recall(segment, notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES])
+                if segment.source is None:
+                    come.append(segment)
         self._own(read.tenant, sorted(come, key=lambda segment: segment.depth))
         self._start_next()
+
+    def _measure(self, nbytes: int) -> None:
+        """`nbytes` have come: measure the rate of all reads together, over the time in which some were under way."""
+        self._came += nbytes
+        busy_s = self._context.now - self._busy_since
+        if self._came >= MEASURED_BYTES and busy_s > 0:
+            rate = self._came / busy_s
+            known = self.tier.read_rate
+            self.tier.read_rate = max(LEAST_RATE, known + RATE_WEIGHT * (rate - known))
+            self._came, self._busy_since = 0, self._context.now
+
+    def _recall(self, segment: Segment, packed: bytes) -> None:
+        """Give a segment what was known of it when it was written. Another version may have written the note."""
+        try:
+            note = self._notes.unpack(packed)
+        except ValueError:
+            return
+        self._context.store.recall(segment, note.accesses, note.hints, self._context.now)
 
     def waiting(self) -> Iterator[Transfer]:
         """Yields the reads that wait."""

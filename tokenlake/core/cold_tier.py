@@ -32,6 +32,9 @@ ASIDE = Metric(
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 300.0
 """Seconds for which the cold tier is set aside: the first time, doubled each time until bytes come, and at most."""
 ABSENT_S = 60.0
+AGAIN_S = 6 * 3600.0
+"""Seconds of further accesses after which a segment that the tier has is offered again: the tier then counts a use, or
+the segment is written anew, if it has expired there."""
 MAX_ABSENT = 1 << 12
 """Maximum number of segments that are remembered as absent; the oldest are forgotten first."""
 COMPUTE_WEIGHT = 0.2
@@ -95,9 +98,7 @@ class ColdTier(Part):
 
     # -- what it has
 
-    def look(
-        self, tenant: TenantId, slot_bytes: int, shards: int, keys: Sequence[SegmentKey], then: Answer
-    ) -> None:
+    def look(self, tenant: TenantId, slot_bytes: int, shards: int, keys: Sequence[SegmentKey], then: Answer) -> None:
         """Ask the driver which of these segments the cold tier has, and call `then` with the answer."""
         look = self._context.next_id()
 

@@ -44,9 +44,7 @@ def by_value(store: SegmentStore, now: float, saved: Callable[[Segment], bool]) 
     return [segment for *_, segment in sorted(found, key=lambda each: each[:3])]
 
 
-def batches(
-    segments: Iterable[Segment], name: Callable[[Segment], Name]
-) -> Iterator[tuple[Name, list[Segment]]]:
+def batches(segments: Iterable[Segment], name: Callable[[Segment], Name]) -> Iterator[tuple[Name, list[Segment]]]:
     """Yields segments of equal names and equal sizes together, within the limits of one write."""
     open_: dict[tuple[Name, int, int], list[Segment]] = {}
     for segment in segments:

@@ -36,7 +36,7 @@ from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.disk.slab import Device, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Kind, Segment, SlotPool, State
+from tokenlake.memory import Segment, SlotPool, State
 from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, OPERATOR_RULE, VOID_RULES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code

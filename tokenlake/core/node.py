@@ -128,7 +128,9 @@ class NodeCore:
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node, self._markers)
         context.store.on_arrival = self._arrived
-        self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._waiting, self._explain, self._transfers.cold)
+        self._matches = Matches(
+            context, self._grants, self._peers, self._directory_node, self._waiting, self._explain, self._transfers.cold
+        )
         self._corruption = Corruption(context)
         self._reads = LeaseReads(
             context, self._grants, self._peers, self._directory_node, self._transfers, self._touches
@@ -188,7 +190,9 @@ class NodeCore:
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation), e.location),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums, e.answered, e.held),
+            events.FetchDone: lambda e: self._transfers.done(
+                e.fetch, e.codes, e.checksums, e.answered, e.held, e.notes
+            ),
             events.FetchSettled: lambda e: self._transfers.settled(e.fetch),
             events.PullRequested: self._pull_requested,
             events.SendDone: lambda e: self._serving.sent(e.stream),

@@ -30,8 +30,7 @@ class Orders(Part):
         with `EvictionDone`."""
         store = self._context.store
         evicted = kept = 0
-        if not slot_bytes:
-            self._cold.erase(tenant, split_keys(keys))
+        self._cold.erase(tenant, split_keys(keys), slot_bytes)
         erasure = self._disk.begin_erasure(
             lambda reached: self._context.emit(EvictionDone(request, evicted, kept, reached))
         )

@@ -126,7 +126,9 @@ class Admission:
         self._evicted *= MEMORY
         # The credit stays near half of its maximum, so that the threshold decides and not the order of the candidates.
         # Segments that were read back and are evicted again need no write: they leave more for the candidates.
-        share = min(0.95, min(share, self._share) * max(1.0, self._evicted / self._asked) * 2 * self._credit / MAX_CREDIT)
+        share = min(
+            0.95, min(share, self._share) * max(1.0, self._evicted / self._asked) * 2 * self._credit / MAX_CREDIT
+        )
         above = value >= self._threshold and value > 0
         # The threshold rises with each candidate above it, and falls with each one below: it stays where `share` of
         # the candidates are above it.

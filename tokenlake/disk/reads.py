@@ -73,6 +73,10 @@ class ReadQueue(Generic[T]):
         self._under_way[device] += 1
         return read
 
+    def under_way(self, device: int) -> int:
+        """The number of reads of a device that are under way."""
+        return self._under_way[device]
+
     def ended(self, device: int, nbytes: int, seconds: float, came: int) -> None:
         """A read of `nbytes` has ended after `seconds`. `came`: the bytes that tell the rate; 0: it does not."""
         beside = self._under_way[device]

@@ -132,7 +132,7 @@ class Segment:
         self.asked = -1.0
         """Value of `touched` when the disk tier last refused the segment."""
         self.cold = -1.0
-        """Value of `touched` when the segment was last offered to the cold tier, or came from there."""
+        """The greatest value of `touched` with which the segment is not offered to the cold tier again."""
 
     @property
     def owns(self) -> bool:

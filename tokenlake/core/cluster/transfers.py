@@ -301,10 +301,18 @@ class Transfers(Part):
         """Free the slots of a transfer into which bytes could still come when it was done."""
         self._context.store.unpin(*self._held.pop(fetch))
 
-    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes = b"") -> None:
+    def done(
+        self,
+        fetch: int,
+        codes: bytes,
+        checksums: bytes,
+        answered: bool | None,
+        held: bytes = b"",
+        notes: bytes = b"",
+    ) -> None:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived and that
         no order has evicted meanwhile, free the slots of the others, and call the callbacks that wait for them.
-        `answered`, `held`: see `FetchDone`."""
+        `answered`, `held`, `notes`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         assert len(codes) == len(transfer.segments)
         assert len(checksums) == CHECKSUM_BYTES * transfer.shards * len(codes)
@@ -339,7 +347,7 @@ class Transfers(Part):
                     store.unpin(segment)
                 store.discard(segment, self._context.now)
         if transfer.device == COLD:
-            self.cold.ended(transfer, codes)
+            self.cold.ended(transfer, codes, notes)
         elif transfer.device is not None:
             self._reads.ended(transfer, codes)
         else:

@@ -311,9 +311,7 @@ class Grants:
             del lease.coming[index]
             session.coming -= 1
 
-    def item_arrived(
-        self, session: SessionGrants, lease: Lease, index: int, segment: Segment, source: Source
-    ) -> None:
+    def item_arrived(self, session: SessionGrants, lease: Lease, index: int, segment: Segment, source: Source) -> None:
         """Make the item at `index` local, because its segment arrived from `source`. The lease takes over the caller's
         pin of the segment."""
         lease.account.arrived(index, source)

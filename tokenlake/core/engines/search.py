@@ -70,7 +70,19 @@ _NO_COPY = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 class Found:
     """What one match has found so far, by index of the key in the prompt."""
 
-    __slots__ = ("accesses", "codes", "cold", "disk", "disk_s", "here", "leases", "owners", "segments", "silent", "slow")
+    __slots__ = (
+        "accesses",
+        "codes",
+        "cold",
+        "disk",
+        "disk_s",
+        "here",
+        "leases",
+        "owners",
+        "segments",
+        "silent",
+        "slow",
+    )
 
     def __init__(self, segments: list[Segment | None], here: NodeId, disk: Sequence[int] = ()) -> None:
         """`segments`: the copy of this node for each key, pinned for the match; None where this node has none. `disk`:
