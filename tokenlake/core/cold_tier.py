@@ -137,4 +137,4 @@ class ColdTier(Part):
         return self._compute_s.get(pool)
 
     def census(self) -> dict[str, int]:
-        return {"looks into the cold tier": len(self._looks), "segments that it lacks": len(self._absent)}
+        return {"looks into the cold tier": len(self._looks), "segments that the cold tier lacks": len(self._absent)}
