@@ -35,8 +35,9 @@ class Cluster(World):
         locations: Sequence[str] = (),
         **rules: float,
     ) -> None:
-        """`disk_places`: segments that the disk of each node holds. `has_cold`: the nodes have a cold tier. `locations`: of the first nodes. `rules`: fields of
-        `CoreConfig` that differ from the defaults of `World`, which are shorter than a daemon's."""
+        """`disk_places`: segments that the disk of each node holds. `has_cold`: the nodes have a cold tier.
+        `locations`: of the first nodes. `rules`: fields of `CoreConfig` that differ from the defaults of `World`, which
+        are shorter than a daemon's."""
         names = [f"n{index}" for index in range(nodes)]
         of = {name: parse_location(location) for name, location in zip(names, locations, strict=False)}
         super().__init__(

@@ -64,8 +64,8 @@ class ColdClusterMachine(ClusterMachine):
                 for node in self.cluster.nodes.values():
                     assert node.cold is not None
                     node.cold.gone()
-            clock.after(seconds, self.returns)
-            self.skew(number % NODES, 3)
+            clock.after(seconds + 0.4, self.returns)
+            self.skew(number % NODES, 8)
         elif fault == "slow":
             cold.slow_s = seconds
             clock.after(2 * seconds, lambda: setattr(cold, "slow_s", 0.0))
@@ -99,21 +99,24 @@ class ColdClusterMachine(ClusterMachine):
         self.cluster.node(node).deliver(events.EvictRequested(1, "red", b""))
         self.cluster.run_for(pause)
 
-    @rule()
-    def all_restart(self) -> None:
-        """All nodes crash at once, and start with the tier alone."""
+    @rule(slow=st.booleans())
+    def all_restart(self, slow: bool) -> None:
+        """All nodes crash at once, and start with the tier alone, which may be too slow to be of use."""
         for node in self.cluster.nodes.values():
             node.thaw()
             if node.core is not None:
                 node.crash()
             node.start()
         self.cluster.run_for(0.7)
-        for node in range(NODES):
-            self.cluster.join(node)
+        if slow:
+            self.cold.slow_s = 1.5
+            self.cluster.clock.after(0.5, lambda: setattr(self.cold, "slow_s", 0.0))
+        for number in range(NODES):
+            self.cluster.join(number)
         for engine in self.cluster.alive():
             for keys in PROMPTS:
                 engine.read(keys, Reading(hold_s=0.01))
-        self.cluster.run_for(0.1)
+        self.cluster.run_for(0.3)
 
     def teardown(self) -> None:
         self.returns()

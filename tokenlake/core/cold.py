@@ -121,9 +121,8 @@ class Cold(Part):
         return self._tier.ready and self._context.now >= self._until
 
     def _look_at(self, pool: SlotPool) -> None:
-        store, now = self._context.store, self._context.now
         chosen: list[Segment] = []
-        for segment in departing(store, pool):
+        for segment in departing(self._context.store, pool):
             if segment.pins or _is_saved(segment) or segment.source is not None:
                 continue
             refusal = self._refusal(pool, segment, len(chosen))

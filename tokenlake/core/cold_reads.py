@@ -119,8 +119,8 @@ class ColdReads:
         self._lose(read)
 
     def ended(self, read: Transfer, codes: bytes, notes: bytes) -> None:
-        """Handle the end of a read. `notes`: those of the segments that came. After one that was aborted at its deadline, the segments that did not come stay in
-        the cold tier; if none came, it is set aside."""
+        """Handle the end of a read. `notes`: those of the segments that came. After one that was aborted at its
+        deadline, the segments that did not come stay in the cold tier; if none came, it is set aside."""
         tier, counters, now = self.tier, self._context.counters, self._context.now
         arrived = codes.count(Code.LOCAL)
         came = arrived * read.slot_bytes

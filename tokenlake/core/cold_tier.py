@@ -27,7 +27,7 @@ from tokenlake.metrics import Metric
 from tokenlake.wire.slots import join_keys
 
 ASIDE = Metric(
-    "tokenlake_cold_set_aside_total", "Times that the cold tier was set aside, because no bytes came within a deadline"
+    "tokenlake_cold_timeouts_total", "Times that the cold tier was set aside, because no bytes came within a deadline"
 )
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 300.0
 """Seconds for which the cold tier is set aside: the first time, doubled each time until bytes come, and at most."""

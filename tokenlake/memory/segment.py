@@ -62,7 +62,7 @@ class PolicyState:
 
 class Segment:
     """Mutable. `SegmentStore` with its pools changes the fields, its orders of eviction `touched` and `policy_state`,
-    the disk tier (`tokenlake.disk`) `disk`, the core's part of it `asked`, and the core's part of the cold tier `cold`."""
+    the disk tier (`tokenlake.disk`) `disk`, the core's part of it `asked`, and that of the cold tier `cold`."""
 
     __slots__ = (
         "asked",
