@@ -37,6 +37,8 @@ class Cold:
         self.latency_s, self.rate = 0.001, 1e9
         self.fails = False
         """Reads and writes fail."""
+        self.full = False
+        """Writes fail."""
         self.slow_s = 0.0
         """Seconds that each read and write takes more."""
         self.late_s = 0.0
@@ -141,7 +143,7 @@ class ColdPort:
             codes = bytearray()
             for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
                 name = order.tenant, order.slot_bytes, key
-                if self.cold.fails:
+                if self.cold.fails or self.cold.full:
                     codes.append(Code.LOST)
                     continue
                 if name in self.cold.index:

@@ -45,10 +45,10 @@ class ColdClusterMachine(ClusterMachine):
             # Some segments are in the tier from the beginning.
             self.skew(node, 8)
         self.traffic(20)
-        self.cold_fault("damage", number, 0.03, how, 0.1)
+        self.cold_fault(("damage", "lost", "full")[number % 3], number, 0.03, how, 0.1)
 
     @rule(
-        fault=st.sampled_from(("gone", "fails", "slow", "late", "damage", "lost", "unknown")),
+        fault=st.sampled_from(("gone", "fails", "full", "slow", "late", "damage", "lost", "unknown")),
         number=which,
         seconds=st.sampled_from((0.03, 0.4, 1.5)),
         how=readings,
@@ -57,7 +57,6 @@ class ColdClusterMachine(ClusterMachine):
     def cold_fault(self, fault: str, number: int, seconds: float, how: Reading, pause: float) -> None:
         """While engines read, something is wrong with the tier."""
         cold, clock = self.cold, self.cluster.clock
-        half = list(cold.objects)[number % 2 :: 2]
         if fault in ("gone", "fails") and not cold.fails:
             cold.fails = True
             if fault == "gone":
@@ -66,25 +65,42 @@ class ColdClusterMachine(ClusterMachine):
                     node.cold.gone()
             clock.after(seconds + 0.4, self.returns)
             self.skew(number % NODES, 8)
+        elif fault == "full":
+            cold.full = True
+            clock.after(2.0, lambda: setattr(cold, "full", False))
+            self.skew(number % NODES, 12)
         elif fault == "slow":
             cold.slow_s = seconds
             clock.after(2 * seconds, lambda: setattr(cold, "slow_s", 0.0))
         elif fault == "late":
             cold.late_s = seconds / 10
             clock.after(seconds, lambda: setattr(cold, "late_s", 0.0))
-        elif fault == "damage":
-            for name in half:
-                cold.objects[name] = cold.objects[name]._replace(shards=(b"other by", *cold.objects[name].shards[1:]))
-        elif fault == "lost":
-            for name in half:
-                del cold.objects[name]
         else:
-            for name in half:
-                cold.index.pop(name, None)
+            self.spoil(fault, number)
         for engine in self.cluster.alive():
             for keys in PROMPTS:
                 engine.read(keys, how)
         self.cluster.run_for(pause)
+
+    def spoil(self, fault: str, number: int) -> None:
+        """Half of the objects have other bytes, or are gone, or the index lacks them."""
+        cold = self.cold
+        for name in list(cold.objects)[number % 2 :: 2]:
+            if fault == "damage":
+                cold.objects[name] = cold.objects[name]._replace(shards=(b"other by", *cold.objects[name].shards[1:]))
+            elif fault == "lost":
+                del cold.objects[name]
+            else:
+                cold.index.pop(name, None)
+
+    def count(self) -> None:
+        """Add the counters of the nodes that live to `SEEN`."""
+        for node in self.cluster.nodes.values():
+            if node.core is not None:
+                for metric in SEEN:
+                    SEEN[metric] += node.core.counters[metric]
+                sums = node.core.counters.by_labels(SUPPLIED)
+                supplied.append(sum(tokens for (_, source), tokens in sums.items() if source == Source.COLD))
 
     def returns(self) -> None:
         """The tier can be used again."""
@@ -99,18 +115,22 @@ class ColdClusterMachine(ClusterMachine):
         self.cluster.node(node).deliver(events.EvictRequested(1, "red", b""))
         self.cluster.run_for(pause)
 
-    @rule(slow=st.booleans())
-    def all_restart(self, slow: bool) -> None:
-        """All nodes crash at once, and start with the tier alone, which may be too slow to be of use."""
+    @rule(fault=st.sampled_from(("", "slow", "damage", "lost")), number=which)
+    def all_restart(self, fault: str, number: int) -> None:
+        """All nodes crash at once, and start with the tier alone, in which something may be wrong."""
+        self.traffic(15)
+        self.count()
         for node in self.cluster.nodes.values():
             node.thaw()
             if node.core is not None:
                 node.crash()
             node.start()
         self.cluster.run_for(0.7)
-        if slow:
+        if fault == "slow":
             self.cold.slow_s = 1.5
             self.cluster.clock.after(0.5, lambda: setattr(self.cold, "slow_s", 0.0))
+        elif fault:
+            self.spoil(fault, number)
         for number in range(NODES):
             self.cluster.join(number)
         for engine in self.cluster.alive():
@@ -122,12 +142,7 @@ class ColdClusterMachine(ClusterMachine):
         self.returns()
         self.cold.late_s = self.cold.slow_s = 0.0
         self.cluster.run_for(3.0)
-        for node in self.cluster.nodes.values():
-            for metric in SEEN:
-                SEEN[metric] += node.core.counters[metric] if node.core is not None else 0
-            if node.core is not None:
-                sums = node.core.counters.by_labels(SUPPLIED)
-                supplied.append(sum(tokens for (_, source), tokens in sums.items() if source == Source.COLD))
+        self.count()
         super().teardown()
 
 
