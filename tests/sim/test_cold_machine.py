@@ -45,7 +45,8 @@ class ColdClusterMachine(ClusterMachine):
             # Some segments are in the tier from the beginning.
             self.skew(node, 8)
         self.traffic(20)
-        self.cold_fault(("damage", "lost", "full")[number % 3], number, 0.03, how, 0.1)
+        self.cold_fault("full", number, 0.03, how, 0.1)
+        self.all_restart(("slow", "damage", "lost")[number % 3], number)
 
     @rule(
         fault=st.sampled_from(("gone", "fails", "full", "slow", "late", "damage", "lost", "unknown")),
