@@ -32,16 +32,25 @@ class Cluster(World):
         recording: bool = False,
         disk_places: int = 0,
         keep: bool = False,
+        has_cold: bool = False,
         locations: Sequence[str] = (),
         **rules: float,
     ) -> None:
         """`disk_places`: segments that the disk of each node holds. `keep`: the memory of a node outlives its daemon.
-        `locations`: of the first nodes. `rules`: fields of
-        `CoreConfig` that differ from the defaults of `World`, which are shorter than a daemon's."""
+        `has_cold`: the nodes have a cold tier. `locations`: of the first nodes. `rules`: fields of `CoreConfig` that
+        differ from the defaults of `World`, which are shorter than a daemon's."""
         names = [f"n{index}" for index in range(nodes)]
         of = {name: parse_location(location) for name, location in zip(names, locations, strict=False)}
         super().__init__(
-            names, seed, regions=regions, recording=recording, disk_places=disk_places, keep=keep, locations=of, **rules
+            names,
+            seed,
+            regions=regions,
+            recording=recording,
+            disk_places=disk_places,
+            keep=keep,
+            has_cold=has_cold,
+            locations=of,
+            **rules,
         )
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
@@ -198,6 +207,7 @@ class Cluster(World):
                 "segments they missed",
                 "segments that went",
                 "refused segments",
+                "segments that the cold tier lacks",
             ):
                 del census[memory]
             assert not any(census.values()), f"{name}: {census}"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from tests.sim.arena import SHARDS, SLOT_BYTES, Arena
 from tests.sim.clock import Channel
+from tests.sim.cold import ColdPort
 from tests.sim.disk import Disk, Life
 from tests.sim.kept import KeptMemory
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
@@ -73,6 +74,10 @@ class SimNode:
             self.disk = Disk(cluster.clock, slab_bytes(SLOT_BYTES, cluster.disk_places))
         self.arena = Arena(0 if cluster.keep else cluster.regions)
         self.kept = KeptMemory(self) if cluster.keep else None
+        self.cold: ColdPort | None = None
+        """None if there is no cold tier."""
+        if cluster.cold is not None:
+            self.cold = ColdPort(cluster.cold, cluster.expect)
         self.start()
 
     # -- life
@@ -100,6 +105,7 @@ class SimNode:
             membership=self,
             disks=self.disk,
             ledger=self.kept,
+            cold=self.cold,
             observer=self._observe,
         )
         carry = self.life._carry
@@ -108,6 +114,8 @@ class SimNode:
         if self.kept is not None:
             self.kept.recover()
         self.find_disk()
+        if self.cold is not None:
+            self.cold.start(Life(self.life, self.arena))
         for survivor in list(self.kept.survivors.values()) if self.kept is not None else ():
             survivor.back()
 

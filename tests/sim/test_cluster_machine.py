@@ -82,6 +82,8 @@ class ClusterMachine(RuleBasedStateMachine):
     """Segments that the disk of each node holds."""
     keep = False
     """Does the memory of a node outlive its daemon?"""
+    has_cold = False
+    """Do the nodes have a cold tier?"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +92,8 @@ class ClusterMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1 << 32))
     def begin(self, seed: int) -> None:
         quotas: dict[str, Any] = {"quotas": {"red": 1.0}, "salt_quotas": {"red": 0.2}}
-        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places, keep=self.keep, **quotas)
+        tiers: dict[str, Any] = {"disk_places": self.disk_places, "keep": self.keep, "has_cold": self.has_cold}
+        self.cluster = Cluster(NODES, seed, **tiers, **quotas)
         for node in range(NODES):
             self.cluster.join(node, processes=1 + node % 2)
         self.cluster.run_for(0.05)

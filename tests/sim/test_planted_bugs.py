@@ -82,9 +82,11 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
             count = len(transfer.segments)
             returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count), None)
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
+    def done(
+        self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes, notes: bytes
+    ) -> None:
         if fetch in self._under_way:
-            returned(self, fetch, codes, checksums, answered)
+            returned(self, fetch, codes, checksums, answered, notes=notes)
 
     patch.setattr(Transfers, "_abort", abort)
     patch.setattr(Transfers, "done", done)
@@ -99,8 +101,10 @@ def held_slot_given_away(patch: pytest.MonkeyPatch) -> None:
     """A slot is free at the end of its fetch, while a read that cannot be stopped may still write into it."""
     original = Transfers.done
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
-        original(self, fetch, codes, checksums, answered)
+    def done(
+        self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes, notes: bytes
+    ) -> None:
+        original(self, fetch, codes, checksums, answered, notes=notes)
 
     patch.setattr(Transfers, "done", done)
     _nothing_settles(patch)
@@ -110,8 +114,10 @@ def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
     """The segments of an aborted fetch are published without a look at the fetch's codes."""
     original = Transfers.done
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
-        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums, answered)
+    def done(
+        self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes, notes: bytes
+    ) -> None:
+        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums, answered, notes=notes)
 
     patch.setattr(Transfers, "done", done)
     _nothing_settles(patch)

@@ -264,6 +264,19 @@ Disks = Annotated[
     Meta(description="a list of PATH[:SIZE], with absolute paths and sizes from 64MiB on"),
     Form(_disks, _shown),
 ]
+ColdPlace = Annotated[
+    str,
+    _path(
+        2000,
+        r"\A(?:/[^\0]*|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9!_.()-]+)*/?)?\Z",
+        "the absolute path of a directory, s3://BUCKET/PREFIX, or nothing",
+    ),
+]
+ColdSize = Annotated[
+    int,
+    Meta(ge=64 << 20, le=1 << 60, description="a size such as 500GiB, 10TiB or a number of bytes,"),
+    Form(parse_size, format_size),
+]
 CollectorUrl = Annotated[
     str, _path(2000, r"\A(?:https?://[^\s/?#@]+(?:/[^\s?#]*)?)?\Z", "a URL http://HOST:PORT or https://..., or nothing")
 ]

@@ -5,8 +5,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tokenlake.config.kinds import Place, Seconds, Share
+from tokenlake.config.kinds import Form, Place, Seconds, Share
 from tokenlake.config.setting import Setting
+from tokenlake.config.values import format_size, parse_size
 from tokenlake.location import NOWHERE
 
 
@@ -73,6 +74,15 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="drives for reading are rated for 1 write of their capacity per day, for mixed use 3",
         ),
     ] = 3.0
+    cold_bytes_per_day: Annotated[
+        int,
+        Meta(ge=0, le=1 << 50, description="a size such as 500GiB, 1TiB or a number of bytes,"),
+        Form(parse_size, format_size),
+        Setting(
+            "budget of bytes that this node writes to `cold` per day; 0: no limit",
+            why="a file server and S3 do not wear",
+        ),
+    ] = 0
     max_sessions: Annotated[
         int,
         Meta(ge=1, le=65536),

@@ -8,6 +8,8 @@ from tokenlake.config.kinds import (
     AbsolutePath,
     AddressText,
     Cluster,
+    ColdPlace,
+    ColdSize,
     CollectorUrl,
     Disks,
     Endpoints,
@@ -238,6 +240,31 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             why="memory that nobody uses any more is free at once",
         ),
     ] = 0.0
+    cold: Annotated[
+        ColdPlace,
+        Setting(
+            "the cold tier, which nodes and clusters share: an existing directory, such as one of NFS, or "
+            "`s3://BUCKET/PREFIX`, with the credentials of the usual `AWS_` variables and "
+            "`pip install 'tokenlake[s3]'` ([the cold tier](operations/cold-tier.md))",
+            why="no place is known that all nodes reach",
+            default="none",
+        ),
+    ] = ""
+    cold_size: Annotated[
+        ColdSize,
+        Setting(
+            "most bytes of all objects in `cold`, whichever nodes wrote them; the same on all nodes",
+            why="a place that nodes share always has a limit, here about 1 day of what a busy node writes",
+        ),
+    ] = 1 << 40
+    cold_days: Annotated[
+        float,
+        Meta(ge=0.04, le=3650, description="days"),
+        Setting(
+            "days after which an object in `cold` that no node read expires",
+            why="conversations that go on later are rare, and prompts are not kept longer than they are of use",
+        ),
+    ] = 14.0
     huge_pages: Annotated[
         bool,
         Setting(

@@ -10,8 +10,9 @@ sockets, threads, the clock, bytes. Its duties:
    and not a question: `CutRegion`, `Record` and `Stamp` come first and must be done before a slot is named to anyone.
 4. Pass in `Tick` when the time of `next_wake()` has come; each `Tick` fires one timer. A driver that was late passes in
    the events that arrived meanwhile first, so that its own delay makes no peer overdue.
-5. End each `StartFetch`, `DiskRead`, `DiskWrite`, `DiskErase`, `SendBulk` and `CheckSlot` with one event,
-   whatever the outcome, also after the order to abort it: slots and places stay pinned until then.
+5. End each `StartFetch`, `DiskRead`, `DiskWrite`, `DiskErase`, `ColdRead`, `ColdWrite`, `SendBulk` and `CheckSlot` with
+   one event, whatever the outcome, also after the order to abort it: slots and places stay pinned until then. Answer
+   each `ColdLook` at once.
 6. Report each connection once as `Joined` and once as `ProcessGone`, and only when no code of the process can touch
    shared memory any more: that event frees slots that it could write into.
 7. Report a peer as `PeerUp` with its incarnation before its first message, and as `PeerDown` once its connection broke.

@@ -97,6 +97,9 @@ class FetchDone(_Event, frozen=True, tag=7):
     held: bytes = b""
     """Per segment, 1 where a read that cannot be stopped may still write into the slot, else 0; empty: none. The event
     `FetchSettled` follows."""
+    notes: bytes = b""
+    """Of a `ColdRead`: the note that was written with each segment, `NOTE_BYTES` each, zeros where its code is not
+    LOCAL. Empty after other transfers."""
 
 
 class FetchSettled(_Event, frozen=True, tag=19):
@@ -271,6 +274,39 @@ class DiskErased(_Event, frozen=True, tag=26):
     codes: bytes
 
 
+class ColdReady(_Event, frozen=True, tag=29):
+    """The cold tier was opened, or is used again after a failure, or its measurements changed by a quarter or more."""
+
+    latency_s: float
+    """Seconds from the begin of a read to its first byte."""
+    read_bytes_per_s: float
+    """Of all reads that run at a time, together."""
+    write_bytes_per_s: float
+
+
+class ColdGone(_Event, frozen=True, tag=30):
+    """The cold tier cannot be used, until the next `ColdReady`: `ColdLooked` finds nothing. Its reads and writes that
+    are under way end with their events all the same, before or after this one."""
+
+    reason: str
+
+
+class ColdLooked(_Event, frozen=True, tag=31):
+    """Answers `ColdLook`. `found`: per key, 1 where the index of the cold tier names the segment, with the slot size
+    that was asked for, else 0. The index may be some seconds old: an object that is named may be gone."""
+
+    look: int
+    found: bytes
+
+
+class ColdWritten(_Event, frozen=True, tag=32):
+    """A `ColdWrite` has ended. `codes`: per segment, COMMITTED where its object was written; EXISTS where the index
+    names it already, and nothing was written; LOST where it could not be written, or the tier has no room."""
+
+    write: int
+    codes: bytes
+
+
 class SaveRequested(_Event, frozen=True, tag=25):
     """The daemon is about to end: the rules write the segments of highest retention value that are in memory only, for
     at most `limit_s`, without regard to the budget of writes. `Saved` follows exactly once, after the last
@@ -381,6 +417,10 @@ Event = (
     | DiskGone
     | DiskWritten
     | DiskErased
+    | ColdReady
+    | ColdGone
+    | ColdLooked
+    | ColdWritten
     | SaveRequested
     | RegionKept
     | SegmentsKept

@@ -269,6 +269,62 @@ class DiskErase(_Instruction, frozen=True, tag=22):
     places: bytes
 
 
+class ColdLook(_Instruction, frozen=True, tag=27):
+    """Ask the index of the cold tier for segments. The driver answers from memory, with `ColdLooked`, exactly once."""
+
+    look: int
+    """Number of the question, chosen by the rules."""
+    tenant: str
+    slot_bytes: int
+    shards: int
+    keys: bytes
+    """At most `tokenlake.wire.engine.MAX_KEYS` keys."""
+
+
+class ColdRead(_Instruction, frozen=True, tag=28):
+    """Read segments from the cold tier into reserved slots, in threads, and verify each: its object was sealed with a
+    key of the tenant for this key, slot size and number of shards, and has the checksums that were written with it. The
+    driver passes in `FetchDone` exactly once: LOCAL for each sound segment, BAD_CHECKSUM for an object that is not what
+    it should be, LOST for one that is not there or could not be read. `AbortFetch` ends it at once. The index does not
+    name an object any more that was not read whole, unless the read was aborted."""
+
+    fetch: int
+    tenant: str
+    slot_bytes: int
+    shards: int
+    keys: bytes
+    slots: bytes
+    request: str = ""
+    """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
+
+
+class ColdWrite(_Instruction, frozen=True, tag=29):
+    """Write segments to the cold tier, in threads. Until the driver has passed in `ColdWritten`, exactly once, the
+    slots stay pinned."""
+
+    write: int
+    tenant: str
+    slot_bytes: int
+    shards: int
+    keys: bytes
+    slots: bytes
+    checksums: bytes
+    """8 bytes per shard of each segment."""
+    notes: bytes
+    """`NOTE_BYTES` per segment, kept in its object and given back by `FetchDone`."""
+
+
+class ColdErase(_Instruction, frozen=True, tag=30):
+    """Remove the objects of segments from the cold tier, for every cluster, because an operator evicts them. Objects
+    that cannot be removed now are tried again; no event follows."""
+
+    tenant: str
+    keys: bytes
+    """The segments; empty: all of the tenant that this tier's index names."""
+    slot_bytes: int = 0
+    """Without keys: only segments of this size; 0 for all sizes."""
+
+
 class Saved(_Instruction, frozen=True, tag=19):
     """Answers `SaveRequested`, once, when no write to a device is under way any more."""
 
@@ -302,5 +358,9 @@ Instruction = (
     | DiskForget
     | DiskTrim
     | DiskErase
+    | ColdLook
+    | ColdRead
+    | ColdWrite
+    | ColdErase
     | Saved
 )

@@ -21,6 +21,8 @@ from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
+from tokenlake.core.cold import Cold
+from tokenlake.core.cold_tier import ColdTier
 from tokenlake.core.context import Context, CoreConfig, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.engines.access import Touches, with_access
@@ -110,7 +112,9 @@ class NodeCore:
             lambda peer_: self._ring_change.differs(peer_),
         )
         self._directory_node = DirectoryNode(context, self._peers)
-        self._transfers = Transfers(context, self._peers)
+        self._tier = ColdTier(context)
+        self._cold = Cold(context, self._tier, config.cold_bytes_per_day)
+        self._transfers = Transfers(context, self._peers, self._tier, lambda *each: self._ownership.committed(*each))
         self._disk = Disk(context, self._directory_node)
         self._ownership = Ownership(context, self._peers, self._directory_node, self._disk)
         self._directory_node.on_redundant = self._ownership.redundant
@@ -129,7 +133,9 @@ class NodeCore:
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node, self._markers)
         context.store.on_arrival = self._arrived
-        self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._waiting, self._explain)
+        self._matches = Matches(
+            context, self._grants, self._peers, self._directory_node, self._waiting, self._explain, self._transfers.cold
+        )
         self._corruption = Corruption(context)
         self._reads = LeaseReads(
             context, self._grants, self._peers, self._directory_node, self._transfers, self._touches
@@ -148,7 +154,7 @@ class NodeCore:
         )
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._prefetches = Prefetches(context, self._survey, self._transfers, self._pins)
-        self._orders = Orders(context, self._disk, self._kept)
+        self._orders = Orders(context, self._disk, self._cold, self._kept)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._ownership, self._handover)
         self._ring_change = RingChange(
@@ -177,6 +183,8 @@ class NodeCore:
             self._orders,
             self._refusals,
             self._disk,
+            self._tier,
+            self._cold,
             self._ring_change,
         )
         self._checks = Checks(context, self._sessions, self._peers, self._serving)
@@ -189,7 +197,9 @@ class NodeCore:
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation), e.location),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums, e.answered, e.held),
+            events.FetchDone: lambda e: self._transfers.done(
+                e.fetch, e.codes, e.checksums, e.answered, e.held, e.notes
+            ),
             events.FetchSettled: lambda e: self._transfers.settled(e.fetch),
             events.PullRequested: self._pull_requested,
             events.SendDone: lambda e: self._serving.sent(e.stream),
@@ -211,7 +221,11 @@ class NodeCore:
             events.DiskGone: lambda e: self._disk.gone(e.device),
             events.DiskWritten: self._disk.written,
             events.DiskErased: self._disk.erased,
-            events.SaveRequested: lambda e: self._disk.save(e.limit_s),
+            events.ColdReady: self._tier.came_up,
+            events.ColdGone: self._tier.went,
+            events.ColdLooked: self._tier.looked,
+            events.ColdWritten: self._cold.written,
+            events.SaveRequested: lambda e: self._orders.save(e.limit_s),
             events.RegionKept: self._kept.region,
             events.SegmentsKept: self._kept.segments,
             events.MemoryKept: self._kept.memory,
@@ -388,6 +402,7 @@ class NodeCore:
         self._pins.left(gone)
         self._salt_quotas.left(gone)
         self._report_gone(self._disk.follow(gone))
+        self._cold.follow(gone)
         return self._emitted()
 
     def _emitted(self) -> list[Instruction]:
@@ -538,6 +553,7 @@ class NodeCore:
         self._serving.sweep()
         self._pins.sweep()
         self._disk.look()
+        self._cold.look()
         # Repeated in each gossip interval: when a tenant joined, the memory for it may still have been pinned by
         # engines that had died.
         self._regions.look()

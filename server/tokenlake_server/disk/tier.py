@@ -170,19 +170,20 @@ class DiskTier:
         """The state of each device, in the order of the setting."""
         return [device.state for device in self._devices]
 
-    async def save(self) -> None:
-        """Let the rules write segments that are in memory only, for at most `disk_save_s`."""
-        if not self._save_s or not any(state.serving for state in self.states):
+    async def save(self, *, cold: bool) -> None:
+        """Let the rules write segments that are in memory only, for at most `disk_save_s`. `cold`: there is a cold tier
+        to write to."""
+        if not self._save_s or not (cold or any(state.serving for state in self.states)):
             return
         began = time.monotonic()
         self._driver.handle(events.SaveRequested(self._save_s))
         try:
             await asyncio.wait_for(self._saved.wait(), self._save_s + LATE_S)
         except TimeoutError:
-            log.warning("not all segments are on disk after %.1f s: the devices are slow", time.monotonic() - began)
+            log.warning("not all segments are saved after %.1f s: the devices are slow", time.monotonic() - began)
 
     def _all_saved(self, order: Saved) -> None:
-        log.info("%d segments that were in memory only are on disk", order.segments)
+        log.info("%d segments that were in memory only are saved", order.segments)
         self._saved.set()
 
     def stop(self) -> None:

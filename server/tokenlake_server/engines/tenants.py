@@ -7,6 +7,7 @@ import hmac
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 
 from tokenlake.config import Secret, ServerConfig, Tenant
 from tokenlake.errors import CredentialRefused
@@ -52,6 +53,10 @@ class Tenants:
     def count(self) -> int:
         """The number of tenants."""
         return len(self._tenants)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        """Yields the tenants."""
+        return iter(self._tenants)
 
     def user(self, uid: int) -> int:
         """The user id, or -1 for all users that may not use this daemon."""

@@ -11,8 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenlake.core import NodeCore
-from tokenlake.core.events import DiskErased, DiskWritten, Event, FetchDone, SendDone, SlotChecked, Tick
-from tokenlake.core.instructions import CheckSlot, DiskErase, DiskRead, DiskWrite, Instruction, SendBulk, StartFetch
+from tokenlake.core.events import (
+    ColdLooked,
+    ColdWritten,
+    DiskErased,
+    DiskWritten,
+    Event,
+    FetchDone,
+    SendDone,
+    SlotChecked,
+    Tick,
+)
+from tokenlake.core.instructions import (
+    CheckSlot,
+    ColdLook,
+    ColdRead,
+    ColdWrite,
+    DiskErase,
+    DiskRead,
+    DiskWrite,
+    Instruction,
+    SendBulk,
+    StartFetch,
+)
 from tokenlake.core.node import HandlerFailed
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
@@ -164,7 +185,7 @@ def _end_of(instruction: Instruction) -> list[Event]:
     """The event that ends an instruction that could not be carried out: no thread will post it, and the rules keep
     slots reserved or pinned until then. Empty for an instruction that no event ends."""
     match instruction:
-        case StartFetch() | DiskRead():
+        case StartFetch() | DiskRead() | ColdRead():
             count = len(instruction.keys) // KEY_BYTES
             lost = bytes([Code.LOST]) * count
             return [FetchDone(instruction.fetch, lost, bytes(CHECKSUM_BYTES * instruction.shards * count), None)]
@@ -172,6 +193,10 @@ def _end_of(instruction: Instruction) -> list[Event]:
             return [DiskWritten(instruction.write, bytes([Code.LOST]) * (len(instruction.keys) // KEY_BYTES))]
         case DiskErase():
             return [DiskErased(instruction.erase, bytes([Code.LOST]) * (len(instruction.keys) // KEY_BYTES))]
+        case ColdLook():
+            return [ColdLooked(instruction.look, bytes(len(instruction.keys) // KEY_BYTES))]
+        case ColdWrite():
+            return [ColdWritten(instruction.write, bytes([Code.LOST]) * (len(instruction.keys) // KEY_BYTES))]
         case SendBulk():
             return [SendDone(instruction.stream)]
         case CheckSlot():

@@ -18,7 +18,7 @@ from tokenlake.config import Address, RuleSettings, ServerConfig, is_loopback, p
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.context import DRAIN_S
 from tokenlake.core.events import Event
-from tokenlake.core.instructions import ReadRing, Record, Sealed, Stamp
+from tokenlake.core.instructions import AbortFetch, ReadRing, Record, Sealed, Stamp
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.errors import ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
@@ -33,6 +33,7 @@ from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server.bulk.choice import open_transports
 from tokenlake_server.bulk.receiver import BulkReceiver
 from tokenlake_server.bulk.sender import BulkSender
+from tokenlake_server.cold.tier import ColdTier
 from tokenlake_server.control.node_parts import NodeParts
 from tokenlake_server.disk.tier import DiskTier, disk_gauges
 from tokenlake_server.engines.arena import Arena
@@ -175,7 +176,8 @@ class Daemon:
             self._connect_nixl(self._transports.nixl)
         tenants = Tenants(config)
         self.orders = StandingOrders(_orders_file(config), [disk.path for disk in config.disk], tenants.count)
-        self.disk = DiskTier(config, arena, self.driver, loop, self.receivers.abort, self.contents, self.orders)
+        self.disk = DiskTier(config, arena, self.driver, loop, self._abort_fetch, self.contents, self.orders)
+        self.cold = ColdTier(config, arena, self.driver, loop, self.contents, tenants)
         # Behind the disk tier, which locks its directories.
         self.orders.load()
         self.peers.introductions.on_proven = self.membership.proven
@@ -257,6 +259,11 @@ class Daemon:
         advertised = parse_address(config.advertise) if config.advertise else Address(own.host, self.peers.address.port)
         self.membership.start(advertised, self.ring.follow)
         self.disk.start()
+        self.cold.start()
+
+    def _abort_fetch(self, order: AbortFetch) -> None:
+        self.cold.abort(order.fetch)
+        self.receivers.abort(order)
 
     def snapshot(self) -> Snapshot:
         """All counters and gauges at this moment, for the metrics page. Called on the loop."""
@@ -272,6 +279,7 @@ class Daemon:
             *self.orders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
         ]
+        snapshot.gauges += self.cold.gauges()
         if self._kept is not None:
             snapshot.gauges += self._kept.gauges()
         if self._transports.nixl is not None:
@@ -351,8 +359,9 @@ class Daemon:
         engine, leave memory to the next daemon or give it back. A part that cannot be closed is logged, and the others
         are closed all the same."""
         if not self.ring.left.is_set():
-            await _end("the disk tier was not saved", self.disk.save)
+            await _end("memory was not saved", lambda: self.disk.save(cold=self.cold.serving))
         await _end("the disk tier was not stopped", self.disk.stop)
+        await _end("the cold tier was not stopped", self.cold.stop)
         self.regions.stop()
         if self._kept is not None:
             await _end("the check of memory was not ended", self._kept.stop)
@@ -374,6 +383,7 @@ class Daemon:
             await _end_thread("NIXL was not closed", self._transports.nixl.close)
         await _end_thread("the check of slots was not ended", self.checker.close)
         await _end_thread("the disk tier was not closed", self.disk.close)
+        await _end_thread("the cold tier was not closed", self.cold.close)
         if self._tracing is not None:
             await _end_thread("the spans were not sent", self._tracing.close)
         self._arena.stop()

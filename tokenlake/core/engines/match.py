@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.cold_reads import ColdReads
 from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.access import access_of_match, with_access
 from tokenlake.core.engines.grants import Grants, Lease, pack
@@ -121,12 +122,13 @@ class Matches(Part):
         directory_node: DirectoryNode,
         waiting: WaitingMatches,
         explain: Explain,
+        cold: ColdReads,
     ) -> None:
         self._context = context
         self._grants = grants
         self._peers = peers
         self._explain = explain
-        self._parts = Parts(context, peers, directory_node, waiting)
+        self._parts = Parts(context, peers, directory_node, waiting, cold)
         self._under_way: dict[_Match, None] = {}
         self._match_seconds = context.counters.histogram(MATCH_SECONDS)
         self._wait_seconds = context.counters.histogram(WAIT_SECONDS)
@@ -274,7 +276,8 @@ class Matches(Part):
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
         for node in trail.elsewhere:
             if node == self._context.node:
-                trail.disks[node] = f"the disk of {node}"
+                names = ("the cold tier",) if match.found.cold else ()
+                trail.disks[node] = " and ".join([*([f"the disk of {node}"] if match.found.disk else ()), *names])
             elif node in match.found.disk_s:
                 trail.disks[node] = f"{node}, in part from its disk,"
         trail.silent, trail.unconnected = dict(unheard.silent), unheard.unconnected

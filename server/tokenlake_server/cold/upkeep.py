@@ -1,0 +1,172 @@
+"""The upkeep of an open place: evictions, journals, merges, expiry, and scans, step by step."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokenlake_server.cold.catalogue import Catalogue
+from tokenlake_server.cold.names import FOLDERS, paths_of
+from tokenlake_server.cold.places import Place
+from tokenlake_server.cold.records import ERASED
+from tokenlake_server.cold.room import HIGH, LOW
+from tokenlake_server.cold.scan import scan
+
+log = logging.getLogger(__name__)
+
+DELETED_AT_ONCE = 1000
+MOST_EXPIRED = 20_000
+"""Objects that expire between two polls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Times in seconds, and limits after which the place is set aside."""
+
+    slow_s: float = 15.0
+    """A call that does not get on for so long sets the place aside."""
+    errors: int = 8
+    """Errors within `errors_s` that set the place aside."""
+    errors_s: float = 60.0
+    check_s: float = 10.0
+    """Time until the first check of a place that was set aside; it doubles with each failed check."""
+    most_check_s: float = 300.0
+    full_s: float = 60.0
+    """Time without writes where the place had no space."""
+    scan_s: float = 300.0
+    """Interval at which one folder is listed: all of them in about a day."""
+    close_s: float = 5.0
+
+
+PATIENCE = Patience()
+
+
+class Erasures:
+    """The objects that are to be deleted, also those that could not be yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[list[int], int]] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """True if there are any."""
+        return bool(self._waiting)
+
+    def add(self, names: list[int], kind: int) -> None:
+        """`kind`: `ERASED` where an operator evicted them, else `REMOVED`."""
+        with self._lock:
+            self._waiting.append((names, kind))
+
+    def first(self) -> tuple[list[int], int] | None:
+        """The first of the orders."""
+        with self._lock:
+            return self._waiting[0] if self._waiting else None
+
+    def done(self) -> None:
+        """The first of the orders was carried out."""
+        with self._lock:
+            self._waiting.popleft()
+
+
+class Upkeep:
+    """Used by the thread of the keeper."""
+
+    def __init__(
+        self,
+        place: Place,
+        catalogue: Catalogue,
+        erasures: Erasures,
+        size: int,
+        keep_s: float,
+        patience: Patience,
+        gets_on: Callable[[], bool],
+    ) -> None:
+        """`keep_s`: age without a use after which an object expires. `gets_on`: is called before each call of the
+        place; False where the work is of no use any more."""
+        self.poll_s = place.poll_s
+        self.stopping = False
+        """True: the daemon ends, and long work stops."""
+        self.expired = 0
+        self.scanned = 0
+        self._place = place
+        self._catalogue = catalogue
+        self._erasures = erasures
+        self._size = size
+        self._keep_s = keep_s
+        self._patience = patience
+        self._gets_on = gets_on
+        self._next_scan = time.monotonic() + random.uniform(0.5, 1) * patience.scan_s
+        self._next_age = 0.0
+
+    def step(self) -> None:
+        """Do what is due. Raises OSError."""
+        self._carry_out_erasures()
+        if self._gets_on():
+            self._catalogue.flush()
+        if self._gets_on():
+            self._place.require()
+            self._catalogue.poll()
+        now = time.monotonic()
+        if self.stopping:
+            return
+        if self._catalogue.due() and self._gets_on():
+            merged = self._catalogue.merge(self._keep_s)
+            if merged and (now >= self._next_age or self._too_full):
+                self._next_age = now + min(3600.0, self._keep_s / 24)
+                self.expire()
+        if now >= self._next_scan and self._gets_on():
+            self._next_scan = now + random.uniform(0.5, 1.5) * self._patience.scan_s
+            self.scan(random.randrange(FOLDERS))
+
+    def end(self) -> None:
+        """Write what this process did. Raises OSError."""
+        self._carry_out_erasures()
+        if self._gets_on():
+            self._catalogue.flush()
+
+    @property
+    def _too_full(self) -> bool:
+        return self._catalogue.index.totals.nbytes > HIGH * self._size
+
+    def expire(self) -> int:
+        """Delete objects that were not used for long, and the longest unused ones where the place is too full. Returns
+        their number. Raises OSError."""
+        index, minute = self._catalogue.index, self._catalogue.clock.minute()
+        need = index.totals.nbytes - int(LOW * self._size) if self._too_full else 0
+        names = index.oldest(need, max(0, minute - int(self._keep_s // 60)), minute)[:MOST_EXPIRED]
+        before = self.expired
+        for start in range(0, len(names), DELETED_AT_ONCE):
+            if self.stopping or not self._gets_on():
+                break
+            some = names[start : start + DELETED_AT_ONCE]
+            # First the objects, then their names: the bytes that the index counts are never too few.
+            self._place.delete(paths_of(some))
+            index.removed(some.tolist(), minute)
+            self.expired += len(some)
+        if len(names):
+            log.info("%d objects of the cold tier expired", self.expired - before)
+        return self.expired - before
+
+    def scan(self, folder: int) -> None:
+        """Compare a folder with the index. Raises OSError."""
+        found = scan(self._place, self._catalogue.index, folder, self._catalogue.clock.seconds())
+        self.scanned += found.found
+        if any(found):
+            log.info("a scan of folder %02x of the cold tier: %s", folder, found)
+
+    def _carry_out_erasures(self) -> None:
+        while (order := self._erasures.first()) is not None:
+            names, kind = order
+            for start in range(0, len(names), DELETED_AT_ONCE):
+                if not self._gets_on():
+                    return
+                self._place.delete(paths_of(names[start : start + DELETED_AT_ONCE]))
+            self._erasures.done()
+            if kind == ERASED:
+                log.info("%d evicted objects of the cold tier were deleted", len(names))
