@@ -52,15 +52,33 @@ class KeptClusterMachine(ClusterMachine):
         left=st.integers(0, 6),
         seconds=st.sampled_from((0.0, 0.001, 0.03, 0.4)),
         returns=st.lists(RETURNS, min_size=4, max_size=4),
+        prompt=prompts,
+        busy=st.integers(0, 3),
         pause=PAUSES,
     )
     def restart(
-        self, node: int, how: str, left: int, seconds: float, returns: list[float | None], pause: float
+        self,
+        node: int,
+        how: str,
+        left: int,
+        seconds: float,
+        returns: list[float | None],
+        prompt: int,
+        busy: int,
+        pause: float,
     ) -> None:
-        """The daemon of a node ends and starts again."""
+        """The daemon of a node ends and starts again, mostly while engines read and write at it."""
         target = self.cluster.node(node)
         kept = target.kept
         assert kept is not None
+        for number, engine in enumerate(each for each in self.cluster.alive() if each.node is target and busy):
+            engine.read(
+                PROMPTS[(prompt + number) % len(PROMPTS)], Reading(attach=busy > 1, hold_s=0.5, independent=True)
+            )
+            self.cluster.run_for(0.005)
+            keys = new_prompt(f"restart {self.cluster.next_id()}", 2)
+            engine.store(keys, 0, Storing(fill_s=0.3, shared=busy > 2))
+        self.cluster.run_for(0.005 * busy)
         if target.core is None or target.frozen:
             return
         for number, process in enumerate(kept.survivors.values()):
@@ -71,7 +89,14 @@ class KeptClusterMachine(ClusterMachine):
             target.crash()
         else:
             kept.dies_in = left
-        self.cluster.clock.after(seconds + 0.003, lambda: target.start() if target.core is None else None)
+
+        def start() -> None:
+            if target.core is None:
+                target.start()
+            elif kept.ends or kept.dies_in is not None:
+                self.cluster.clock.after(0.003, start)
+
+        self.cluster.clock.after(seconds + 0.003, start)
         self.cluster.run_for(pause)
 
     @rule(node=nodes, regions=st.integers(1, 4))
