@@ -37,6 +37,7 @@ REMOVED = 0xFFFF
 """Kind of a name whose object was removed."""
 ERASED = 0xFFFE
 """Kind of a name whose object an operator evicted: one that turns up without a later entry is removed."""
+UNKNOWN = 0xFFFD
 _MAGIC = b"tlindex1"
 _ROOT_MAGIC = b"tlroot01"
 _DIGEST_BYTES = 16
@@ -102,15 +103,15 @@ class Kinds:
         return number
 
     def known(self, kind: Kind) -> int:
-        """The number of a kind, or `REMOVED`, which no object has."""
-        return self._numbers.get(kind, REMOVED)
+        """The number of a kind, or `UNKNOWN`, which no entry has."""
+        return self._numbers.get(kind, UNKNOWN)
 
 
 class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     count: Annotated[int, Meta(ge=0, le=MAX_ENTRIES)]
     writer: Annotated[str, Meta(max_length=64)]
     kinds: Annotated[
-        list[tuple[Annotated[int, Meta(ge=0, lt=1 << 63)], Annotated[int, Meta(ge=1, le=MOST_SLOT_BYTES)]]],
+        list[tuple[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)], Annotated[int, Meta(ge=1, le=MOST_SLOT_BYTES)]]],
         Meta(max_length=MAX_KINDS),
     ]
 
@@ -189,9 +190,9 @@ class TableName(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 class Root(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The tables that count, the newest first, and the journals whose entries they have."""
 
-    sequence: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
+    sequence: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     tables: Annotated[tuple[TableName, ...], Meta(max_length=64)] = ()
-    merged: Annotated[dict[str, Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=1 << 15)] = {}
+    merged: Annotated[dict[str, Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 15)] = {}
     """By the path of a journal, the minute of its merge."""
     merger: Annotated[str, Meta(max_length=64)] = ""
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenlake_server.cold.catalogue import Catalogue
+from tokenlake_server.cold.catalogue import MERGE_S, Catalogue
 from tokenlake_server.cold.names import FOLDERS, paths_of
 from tokenlake_server.cold.places import Place
 from tokenlake_server.cold.records import ERASED
@@ -40,7 +40,11 @@ class Patience:
     """Time without writes where the place had no space."""
     scan_s: float = 300.0
     """Interval at which one folder is listed: all of them in about a day."""
+    merge_s: float = MERGE_S
+    """Time after which journals are merged, however few they are."""
     close_s: float = 5.0
+    probe_bytes: int = 8 << 20
+    """Bytes of each object by which the place is measured, one for each thread that reads."""
 
 
 PATIENCE = Patience()
