@@ -31,7 +31,8 @@ class Measured(NamedTuple):
 
 
 def probed(objects: Objects, threads: int, nbytes: int) -> Measured:
-    """Write objects of `nbytes` in so many threads, read them back, compare and delete them. Raises OSError, with EIO where the bytes differ."""
+    """Write objects of `nbytes` in so many threads, read them back, compare and delete them. Raises OSError, with EIO
+    where the bytes differ."""
     name = secrets.token_hex(8)
     data = os.urandom(nbytes)
     paths = [f"{PROBES}/{name}-{number}" for number in range(threads)]

@@ -56,13 +56,13 @@ def note_of(key: bytes) -> bytes:
 
 
 class QuickPlace:
-    """A directory that others see at once, with faults that a test switches on."""
+    """A place that others see at once, with faults that a test switches on."""
 
     poll_s = 0.02
     late_s = 0.0
 
-    def __init__(self, path: Path) -> None:
-        self._inner = DirectoryObjects(path)
+    def __init__(self, inner: Place) -> None:
+        self._inner = inner
         self.before: Callable[[str, str], None] = lambda call, path: None
         """Is called before each call of the place: with its name, and a path."""
         self.ahead_s: Callable[[], float] = lambda: 0.0
@@ -105,6 +105,8 @@ class Scene:
     secrets: dict[str, bytes] = field(default_factory=lambda: dict(SECRETS))
     clock: Callable[[], float] = time.time
     before: Callable[[str, str], None] = lambda call, path: None
+    inner: Callable[[], Place] | None = None
+    """Opens the place; None: the directory `path`."""
     ahead_s: float = 0.0
     slot_bytes: int = SLOT
     arena: Arena = field(default_factory=Arena)
@@ -122,7 +124,7 @@ class Scene:
         self.store = ColdStore(str(self.path), self.open, self.size, self.days, around, self.patience, self.clock)
 
     def open(self) -> Place:
-        place = QuickPlace(self.path)
+        place = QuickPlace(self.inner() if self.inner is not None else DirectoryObjects(self.path))
         place.before = lambda call, path: self.before(call, path)
         place.ahead_s = lambda: self.ahead_s
         self.opened.append(place)

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tokenlake.core import events
 from tokenlake.wire import Code
 from tokenlake_server.cold import sealed
 from tokenlake_server.cold.names import ColdTenant, short_of
-from tokenlake_server.cold.records import MAX_ROOT
+from tokenlake_server.cold.records import MAX_ROOT, Kind
 from tokenlake_server.cold.sealed import HEAD_BYTES, object_bytes
 
 LOCAL, LOST, BAD, COMMITTED = (bytes([code]) for code in (Code.LOCAL, Code.LOST, Code.BAD_CHECKSUM, Code.COMMITTED))
@@ -46,6 +47,11 @@ def flip(at: int, bit: int = 1) -> Callable[[Path], None]:
         path.write_bytes(data)
 
     return damage
+
+
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def append(path: Path) -> None:
@@ -97,7 +103,7 @@ def test_every_byte_of_an_object_counts(tmp_path: Path) -> None:
         assert scene.read([1]) == LOCAL
 
 
-def sealed_kind(scene: Scene) -> object:
+def sealed_kind(scene: Scene) -> Kind:
     return scene.store.index.kinds.all[0]
 
 
@@ -162,8 +168,8 @@ def test_an_object_with_other_checksums_is_a_miss(tmp_path: Path) -> None:
 
 
 class _Free:
-    def touching(self) -> threading.Lock:  # a context manager
-        return threading.Lock()
+    def touching(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "folder", "dangling", "loop"])
@@ -240,7 +246,7 @@ def index_files(path: Path) -> list[Path]:
         lambda path: os.truncate(path, MAX_ROOT + (1 << 40)),
         lambda path: (path.unlink(), path.mkdir()),
         lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
-        lambda path: (path.unlink(), os.mkfifo(path)),
+        become_pipe,
     ],
 )
 @pytest.mark.parametrize("part", ["root", "table", "journal"])
@@ -364,6 +370,16 @@ def test_a_full_place_goes_on_reading(tmp_path: Path, error: int) -> None:
         assert not scene.of(events.ColdGone)
 
 
+def holding(released: threading.Event, call: str = "") -> Callable[[str, str], None]:
+    """Calls of the place, or one kind of them, do not return until `released` is set."""
+
+    def hold(name: str, path: str) -> None:
+        if call in ("", name):
+            released.wait(60)
+
+    return hold
+
+
 @pytest.mark.parametrize("call", ["read", "write", "list", "require", "delete"])
 def test_a_place_that_hangs_holds_nothing(tmp_path: Path, call: str) -> None:
     """All that waits or runs ends, the memory is not touched later, and the daemon ends."""
@@ -371,15 +387,15 @@ def test_a_place_that_hangs_holds_nothing(tmp_path: Path, call: str) -> None:
     scene = Scene(tmp_path)
     with served(scene):
         writes(scene, [1, 2])
-
-        def hang(name: str, path: str) -> None:
-            if name == call:
-                released.wait(60)
-
-        scene.before = hang
+        scene.before = holding(released, call)
         scene.erase([2])
         fetch, write = scene.start_read([1] * 6), scene.start_write([10, 11, 12, 13])
-        until(lambda: scene.store.watch(time.monotonic()) or scene.of(events.ColdGone), "it is set aside")
+
+        def set_aside() -> bool:
+            scene.store.watch(time.monotonic())
+            return bool(scene.of(events.ColdGone))
+
+        until(set_aside, "it is set aside")
         codes = scene.done(fetch).codes + scene.wait(events.ColdWritten, where=lambda event: event.write == write).codes
         assert set(codes) <= {*MISSES, Code.LOCAL, Code.COMMITTED}
         if call == "read":
@@ -401,7 +417,7 @@ def test_a_daemon_ends_while_its_place_hangs(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.store.start()
     scene.wait(events.ColdReady)
-    scene.before = lambda name, path: released.wait(60) and None
+    scene.before = holding(released)
     fetch = scene.start_read([1])
     ended = threading.Thread(target=scene.store.close)
     ended.start()
@@ -414,7 +430,7 @@ def test_a_daemon_ends_while_its_place_hangs(tmp_path: Path) -> None:
 def test_a_place_that_hangs_at_the_start_is_opened_later(tmp_path: Path) -> None:
     released = threading.Event()
     scene = Scene(tmp_path)
-    scene.before = lambda name, path: released.wait(60) and None
+    scene.before = holding(released)
     scene.store.start()
     assert scene.look([1]) == [0]
     assert scene.write([1]) == scene.read([1]) == LOST
@@ -428,7 +444,7 @@ def test_an_aborted_read_ends_at_once(tmp_path: Path) -> None:
     released = threading.Event()
     with served(Scene(tmp_path)) as scene:
         writes(scene, [1])
-        scene.before = lambda name, path: released.wait(10) and None if name == "read" else None
+        scene.before = holding(released, "read")
         fetch = scene.start_read([1])
         scene.store.abort(fetch)
         assert scene.done(fetch).codes == LOST

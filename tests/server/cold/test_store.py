@@ -132,8 +132,6 @@ def test_the_bound_holds_with_several_writers(tmp_path: Path) -> None:
     size = 60 * object_bytes(SLOT)
     scenes = [Scene(tmp_path, size=size) for _ in range(3)]
     with served(scenes[0]), served(scenes[1]), served(scenes[2]):
-        for scene in scenes:
-            until(lambda scene=scene: scene.store.state.index_age_s < 1, "it reads the index")
         most = 0
         for number in range(240):
             scenes[number % 3].start_write([1000 * (number % 3) + number])
