@@ -137,13 +137,17 @@ class Catalogue:
         path = f"{JOURNALS}/{self.clock.minute():08x}-{self.writer}-{self._sequence:06x}"
         began = self.clock.local()
         try:
-            write_whole(self._objects, path, pack_part(Part(self.writer, entries), self.index.kinds))
+            self._write(path, entries)
         except BaseException:
             self.index.give_back(entries)
             raise
         self._said_at = now
         self._journals[path] = entries
         self._written_at = (path, began)
+
+    def _write(self, path: str, entries: Entries) -> None:
+        parts = pack_part(Part(self.writer, entries), self.index.kinds)
+        self._objects.write(path, iter(parts), sum(map(len, parts)))
 
     # -- polls
 
@@ -267,7 +271,7 @@ class Catalogue:
         written = []
         if len(merged.shorts):
             table = TableName(f"{TABLES}/{secrets.token_hex(8)}", len(merged.shorts))
-            write_whole(self._objects, table.path, pack_part(Part(self.writer, merged), self.index.kinds))
+            self._write(table.path, merged)
             written = [(table, merged)]
         there = self._listed(JOURNALS, MAX_JOURNALS)
         done = {path: at for path, at in before.merged.items() if path in there} | dict.fromkeys(names, minute)

@@ -119,11 +119,11 @@ class Upkeep:
         now = time.monotonic()
         if self.stopping:
             return
-        if self._catalogue.due() and self._gets_on():
-            merged = self._catalogue.merge(self._keep_s)
-            if merged and (now >= self._next_age or self._too_full):
-                self._next_age = now + min(3600.0, self._keep_s / 24)
-                self.expire()
+        merged = self._catalogue.due() and self._gets_on() and self._catalogue.merge(self._keep_s)
+        # One writer looks for old objects: that of the merge. Where the place is too full, several may delete the same.
+        if self._too_full or (merged and now >= self._next_age):
+            self._next_age = now + min(3600.0, self._keep_s / 24)
+            self.expire()
         if now >= self._next_scan and self._gets_on():
             self._next_scan = now + random.uniform(0.5, 1.5) * self._patience.scan_s
             self.scan(random.randrange(FOLDERS))
