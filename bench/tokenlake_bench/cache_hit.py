@@ -17,6 +17,7 @@ from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.simulation.acts import ACTS, with_acts
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_flash, with_swarms
+from tokenlake_bench.simulation.cold import LATENCY_S, RATE
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
@@ -33,7 +34,7 @@ MODEL, GPU, BASELINES = "llama-3-8b", "a100-80g", "cache-aware-perfect"
 NONE: Final = "none"
 LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 LEAST: Final = {
-    **dict.fromkeys(("nodes", "limit", "copies", "swarm", "disk_tokens", "tensor_parallel"), 1),
+    **dict.fromkeys(("nodes", "limit", "copies", "swarm", "disk_tokens", "cold_tokens", "tensor_parallel"), 1),
     "balance_threshold": 0,
     "chunk_tokens": BATCH,
 }
@@ -41,7 +42,8 @@ LEAST: Final = {
 JITTER_S: Final = 3.0
 """Largest rounding in seconds of the times of known traces; a random delay up to it spreads the requests again."""
 SIMULATED: Final = (
-    *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "route", "pools", "baselines", "model", "gpu"),
+    *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "cold_tokens", "cold_latency", "cold_rate"),
+    *("cold_per_day", "route", "pools", "baselines", "model", "gpu"),
     *("tensor_parallel", "chunk_tokens", "balance_threshold", "nvlink"),
     *("rate", "copies", "swarm", "flash_at", "restart_every", "open_loop", "goodput"),
     *("acts", "acts_right"),
@@ -76,6 +78,10 @@ class CacheHitArguments:
     engine_cache_tokens: int | None = None
     disk_tokens: int | None = None
     disk_writes_per_day: float | None = None
+    cold_tokens: int | None = None
+    cold_latency: float | None = None
+    cold_rate: float | None = None
+    cold_per_day: float | None = None
     route: str | None = None
     baselines: str | None = None
     pools: str | None = None
@@ -150,15 +156,22 @@ class CacheHitArguments:
 
     def options(self) -> SimulationOptions:
         """Options of the simulated pool."""
-        budget = self.disk_writes_per_day
+        rules: dict[str, float] = {}
+        if self.disk_writes_per_day is not None:
+            rules["disk_writes_per_day"] = self.disk_writes_per_day
+        if self.cold_per_day is not None:
+            rules["cold_bytes_per_day"] = self.cold_per_day
         return pool_options(
             self.engine(),
             nodes=self.nodes,
             capacity_tokens=self.size[0],
             segment_tokens=self.size[1],
             seed=self.seed,
-            rules={} if budget is None else {"disk_writes_per_day": budget},
+            rules=rules,
             disk_tokens=self.disk_tokens or 0,
+            cold_tokens=self.cold_tokens or 0,
+            cold_latency_s=LATENCY_S if self.cold_latency is None else self.cold_latency / 1e3,
+            cold_rate=RATE if self.cold_rate is None else self.cold_rate * 1e9,
             nvlink=self.nvlink,
         )
 

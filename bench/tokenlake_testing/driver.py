@@ -8,6 +8,7 @@ The tests and the simulator use the same driver and pass in the parts that diffe
                                                               Say, StartFetch       --> network
                                                               Stamp, CheckSlot, ... --> memory
                                                               DiskWrite, ...        --> disks
+                                                              ColdWrite, ...        --> cold tier
 
 Real bytes, delays drawn at random and faults: `tests/sim`. Sizes and times alone: `tokenlake_bench.simulation`.
 """
@@ -92,8 +93,24 @@ class Disks(Protocol):
     def trim(self, order: instructions.DiskTrim) -> None:
         """Shorten a slab."""
 
-    def saved(self, order: instructions.Saved) -> None:
-        """The segments in memory are written: the daemon may end."""
+
+class ColdStore(Protocol):
+    """The cold tier, as one simulated node reaches it."""
+
+    def look(self, order: instructions.ColdLook) -> None:
+        """Look some segments up in the index. The event `ColdLooked` is delivered later, exactly once."""
+
+    def read(self, order: instructions.ColdRead) -> None:
+        """Read segments. The event `FetchDone` is delivered later, exactly once."""
+
+    def abort(self, order: instructions.AbortFetch) -> None:
+        """End a read soon; does nothing for a fetch that is no read."""
+
+    def write(self, order: instructions.ColdWrite) -> None:
+        """Write segments. The event `ColdWritten` is delivered later, exactly once."""
+
+    def erase(self, order: instructions.ColdErase) -> None:
+        """Remove segments."""
 
 
 class Pull(abc.ABC):
@@ -165,9 +182,12 @@ class NodeDriver:
         memory: Memory,
         membership: Membership | None = None,
         disks: Disks | None = None,
+        cold: ColdStore | None = None,
+        saved: Callable[[instructions.Saved], None] = lambda order: None,
         observer: Observer | None = None,
     ) -> None:
-        """`membership`: None where the ring never changes. `disks`: None for a node without a disk tier."""
+        """`membership`: None where the ring never changes. `disks`, `cold`: None for a node without that tier.
+        `saved`: the segments in memory are written, so that the daemon may end."""
         self.core = core
         self.stopped = False
         self.receives: dict[int, Pull] = {}
@@ -203,6 +223,7 @@ class NodeDriver:
             instructions.EvictionDone: lambda order: None,
             instructions.PrefetchDone: lambda order: None,
             instructions.UnpinDone: lambda order: None,
+            instructions.Saved: saved,
         }
         if membership is not None:
             self._carry |= {instructions.ReadRing: membership.read, instructions.Drained: membership.drained}
@@ -214,7 +235,14 @@ class NodeDriver:
                 instructions.DiskForget: disks.forget,
                 instructions.DiskErase: disks.erase,
                 instructions.DiskTrim: disks.trim,
-                instructions.Saved: disks.saved,
+            }
+        self._cold = cold
+        if cold is not None:
+            self._carry |= {
+                instructions.ColdLook: cold.look,
+                instructions.ColdRead: cold.read,
+                instructions.ColdWrite: cold.write,
+                instructions.ColdErase: cold.erase,
             }
 
     # -- life
@@ -293,8 +321,11 @@ class NodeDriver:
         if pull is not None:
             pull.aborted = True
             pull.abort()
-        elif self._disks is not None:
+            return
+        if self._disks is not None:
             self._disks.abort(order)
+        if self._cold is not None:
+            self._cold.abort(order)
 
     def _send_bulk(self, order: instructions.SendBulk) -> None:
         pull = self.sends.get(order.stream)

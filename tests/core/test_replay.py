@@ -47,9 +47,9 @@ def digest(emitted: list[list[Instruction]]) -> str:
 
 @pytest.fixture(scope="module")
 def busy() -> Cluster:
-    """Every kind of event: engines of two tenants, faults of nodes, disks and network, a node that joins and drains,
-    then a quiet end."""
-    cluster = Cluster(3, seed=8, recording=True, disk_places=10)
+    """Every kind of event: engines of two tenants, faults of nodes, disks, the cold tier and network, a node that joins
+    and drains, then a quiet end."""
+    cluster = Cluster(3, seed=8, recording=True, disk_places=10, has_cold=True)
     random = cluster.clock.random
     for turn in range(300):
         if len(cluster.alive()) < 5:
@@ -85,6 +85,11 @@ def busy() -> Cluster:
             cluster.node((turn - 150) // 2).deliver(events.DiskGone(0, "input/output error"))
         if turn in (151, 153, 155):
             cluster.node((turn - 151) // 2).find_disk()
+        if turn in (170, 190):
+            port = cluster.node(0).cold
+            assert port is not None
+            port.gone()
+            port.back()
         if turn == 290:
             cluster.node(1).deliver(events.EvictRequested(1000, "red", b""))
         if turn == 295:

@@ -287,7 +287,7 @@ def test_reads_of_a_device_wait_for_each_other() -> None:
     queue.check_integrity()
     assert abs(queue.predict_s(0) - (READS + 2) * (1 << 20) / 1e9) < 1e-9
     queue.drop(0, READS)
-    queue.ended(0, 1 << 20, 0.1, True)
+    queue.ended(0, 1 << 20, 0.1, 1 << 20)
     assert queue.take(0) == READS + 1
     assert tier.devices[0].read_rate < 1e9
     assert len(queue) == 0
@@ -299,7 +299,7 @@ def test_a_new_capacity_keeps_the_measured_rate() -> None:
     queue: ReadQueue[int] = ReadQueue(tier.devices)
     queue.add(0, 1, 1 << 20)
     assert queue.take(0) == 1
-    queue.ended(0, 1 << 20, 0.1, True)
+    queue.ended(0, 1 << 20, 0.1, 1 << 20)
     measured = queue.predict_s(1 << 20)
     tier.ready(0, slab_bytes(SLOT, 3), 1e9, 1e9, 0.0)
     assert queue.predict_s(1 << 20) == measured

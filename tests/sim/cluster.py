@@ -31,15 +31,24 @@ class Cluster(World):
         regions: int = 3,
         recording: bool = False,
         disk_places: int = 0,
+        has_cold: bool = False,
         locations: Sequence[str] = (),
         **rules: float,
     ) -> None:
-        """`disk_places`: segments that the disk of each node holds. `locations`: of the first nodes. `rules`: fields of
-        `CoreConfig` that differ from the defaults of `World`, which are shorter than a daemon's."""
+        """`disk_places`: segments that the disk of each node holds. `has_cold`: the nodes have a cold tier.
+        `locations`: of the first nodes. `rules`: fields of `CoreConfig` that differ from the defaults of `World`, which
+        are shorter than a daemon's."""
         names = [f"n{index}" for index in range(nodes)]
         of = {name: parse_location(location) for name, location in zip(names, locations, strict=False)}
         super().__init__(
-            names, seed, regions=regions, recording=recording, disk_places=disk_places, locations=of, **rules
+            names,
+            seed,
+            regions=regions,
+            recording=recording,
+            disk_places=disk_places,
+            has_cold=has_cold,
+            locations=of,
+            **rules,
         )
         self.engines: list[Engine] = []
         self.nodes = {name: SimNode(self, name) for name in self._names}
@@ -192,6 +201,7 @@ class Cluster(World):
                 "segments they missed",
                 "segments that went",
                 "refused segments",
+                "segments that the cold tier lacks",
             ):
                 del census[memory]
             assert not any(census.values()), f"{name}: {census}"

@@ -48,8 +48,6 @@ class Disk:
         """Writes and reads fail."""
         self.slow_s = 0.0
         """Seconds that each write and read takes more."""
-        self.saves: list[int] = []
-        """The segments of each `Saved`."""
         self._life: Life | None = None
 
     def start(self, life: Life) -> None:
@@ -148,7 +146,3 @@ class Disk:
         for name in [name for name in self.places if name[:2] == (order.tenant, order.slot_bytes)]:
             if name[2] >= order.places:
                 del self.places[name]
-
-    def saved(self, order: instructions.Saved) -> None:
-        """The segments in memory are written."""
-        self.saves.append(order.segments)

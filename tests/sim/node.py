@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from tests.sim.arena import SHARDS, SLOT_BYTES, Arena
 from tests.sim.clock import Channel
+from tests.sim.cold import ColdPort
 from tests.sim.disk import Disk, Life
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tests.sim.world import World
@@ -67,6 +68,10 @@ class SimNode:
         """Outlives crashes; None if the node has none."""
         if cluster.disk_places:
             self.disk = Disk(cluster.clock, slab_bytes(SLOT_BYTES, cluster.disk_places))
+        self.cold: ColdPort | None = None
+        """None if there is no cold tier."""
+        if cluster.cold is not None:
+            self.cold = ColdPort(cluster.cold, cluster.expect)
         self.start()
 
     # -- life
@@ -93,10 +98,13 @@ class SimNode:
             memory=self,
             membership=self,
             disks=self.disk,
+            cold=self.cold,
             observer=self._observe,
         )
         self.life.start()
         self.find_disk()
+        if self.cold is not None:
+            self.cold.start(Life(self.life, self.arena))
 
     def find_disk(self) -> None:
         """The disk, if the node has one, reports what is on it."""

@@ -80,6 +80,8 @@ class ClusterMachine(RuleBasedStateMachine):
     """Are the cores checked too, or only the bytes that engines see?"""
     disk_places = 0
     """Segments that the disk of each node holds."""
+    has_cold = False
+    """Do the nodes have a cold tier?"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1 << 32))
     def begin(self, seed: int) -> None:
         quotas: dict[str, Any] = {"quotas": {"red": 1.0}, "salt_quotas": {"red": 0.2}}
-        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places, **quotas)
+        self.cluster = Cluster(NODES, seed, disk_places=self.disk_places, has_cold=self.has_cold, **quotas)
         for node in range(NODES):
             self.cluster.join(node, processes=1 + node % 2)
         self.cluster.run_for(0.05)

@@ -20,8 +20,8 @@ from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
+from tokenlake.core.engines.found import Found
 from tokenlake.core.engines.grants import Grants, SessionGrants, Write
-from tokenlake.core.engines.search import Found
 from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.instructions import AbortFetch
@@ -82,9 +82,11 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
             count = len(transfer.segments)
             returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count), None)
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
+    def done(
+        self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes, notes: bytes
+    ) -> None:
         if fetch in self._under_way:
-            returned(self, fetch, codes, checksums, answered)
+            returned(self, fetch, codes, checksums, answered, notes=notes)
 
     patch.setattr(Transfers, "_abort", abort)
     patch.setattr(Transfers, "done", done)
@@ -99,8 +101,10 @@ def held_slot_given_away(patch: pytest.MonkeyPatch) -> None:
     """A slot is free at the end of its fetch, while a read that cannot be stopped may still write into it."""
     original = Transfers.done
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
-        original(self, fetch, codes, checksums, answered)
+    def done(
+        self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes, notes: bytes
+    ) -> None:
+        original(self, fetch, codes, checksums, answered, notes=notes)
 
     patch.setattr(Transfers, "done", done)
     _nothing_settles(patch)
@@ -110,8 +114,10 @@ def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
     """The segments of an aborted fetch are published without a look at the fetch's codes."""
     original = Transfers.done
 
-    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes) -> None:
-        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums, answered)
+    def done(
+        self: Transfers, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes, notes: bytes
+    ) -> None:
+        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums, answered, notes=notes)
 
     patch.setattr(Transfers, "done", done)
     _nothing_settles(patch)

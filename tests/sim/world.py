@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from tests.sim.arena import REGION_BYTES, View
 from tests.sim.clock import RandomClock
+from tests.sim.cold import Cold
 from tokenlake.core import CoreConfig, events, instructions
 from tokenlake.directory.ring_record import RingRecord
 from tokenlake.location import NOWHERE, Location
@@ -40,13 +41,16 @@ class World:
         regions: int,
         recording: bool,
         disk_places: int = 0,
+        has_cold: bool = False,
         locations: Mapping[str, Location] = MappingProxyType({}),
         **rules: float,
     ) -> None:
-        """`locations`: of nodes, by name."""
+        """`has_cold`: the nodes have a cold tier. `locations`: of nodes, by name."""
         self.clock = RandomClock(seed)
         self.disk_places = disk_places
         """Segments that the disk of each node holds; 0: no node has a disk."""
+        self.cold = Cold(self.clock) if has_cold else None
+        """The cold tier of all nodes, if they have one."""
         self.recording = recording
         self.watcher: Callable[[str, events.Event, list[instructions.Instruction]], None] = lambda *_: None
         """Called with the name of a node, each of its events and the instructions that its rules returned for it."""

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.context import Context, Part
+from tokenlake.core.departing import LOOK_EVERY, batches, by_value, departing, value_of
 from tokenlake.core.events import DiskErased, DiskFound, DiskReady, DiskRecovered, DiskWritten
-from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note, Saved
+from tokenlake.core.instructions import DiskErase, DiskForget, DiskTrim, DiskWrite, Note
 from tokenlake.disk import Place, pack_places, unpack_places
 from tokenlake.disk.admission import Refusal
 from tokenlake.disk.entries import Forgotten
@@ -36,7 +36,7 @@ from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.disk.slab import Device, Slab
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import SegmentKey, TenantId
-from tokenlake.memory import Kind, Segment, SlotPool, State
+from tokenlake.memory import Segment, SlotPool, State
 from tokenlake.memory.removals import CORRUPT_RULE, DISK_GONE_RULE, OPERATOR_RULE, VOID_RULES
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
@@ -56,13 +56,6 @@ REFUSED = Metric(
 EVICTED = Metric("tokenlake_disk_evicted_segments_total", "Segments that left the disk tier for want of space")
 KEPT = Metric("tokenlake_disk_kept_segments_total", "Segments that memory evicted and that stay on disk")
 
-LOOK_EVERY = 8
-"""Evictions after which the rules look for further segments to write."""
-AHEAD_PART, LEAST_AHEAD, MOST_AHEAD = 4, 64, 1024
-"""The segments that are examined for a write: those that would be evicted next, a quarter of the slots, within these
-limits."""
-WRITE_SEGMENTS, WRITE_BYTES = 64, 64 << 20
-"""Limits of one write; it has at least one segment."""
 TOLD = 128
 """Segments on disk that are told to directory nodes at once, before other events are handled."""
 
@@ -113,6 +106,7 @@ class Disk(Part):
         self._saving: deque[Segment] | None = None
         """The segments that are still to be written before the daemon ends; None before that."""
         self._saved = 0
+        self._saved_some: Callable[[int], None] = lambda segments: None
         self._ended = False
         """True once everything was saved: the daemon ends."""
 
@@ -159,15 +153,11 @@ class Disk(Part):
 
     def _look_at(self, pool: SlotPool) -> None:
         store, now = self._context.store, self._context.now
-        ahead = max(LEAST_AHEAD, min(MOST_AHEAD, pool.slots // AHEAD_PART))
-        ahead -= len(pool.free) + store.room(pool)
-        if ahead <= 0:
-            return
         chosen: list[Segment] = []
-        for segment in self._next_victims(pool, ahead):
+        for segment in departing(store, pool):
             if segment.disk >= 0 or segment.pins or segment.asked == segment.touched or segment.source is not None:
                 continue
-            verdict = self._tier.admit(segment, store.accesses(segment), self._value(pool, segment), now)
+            verdict = self._tier.admit(segment, store.accesses(segment), value_of(pool, segment, now), now)
             if not isinstance(verdict, Refusal):
                 chosen.append(segment)
                 continue
@@ -177,33 +167,19 @@ class Disk(Part):
             segment.asked = segment.touched
         self._write(chosen)
 
-    def _next_victims(self, pool: SlotPool, ahead: int) -> Iterator[Segment]:
-        """Yields segments of a pool that would be evicted next: at most `ahead` cached copies, then at most `ahead`
-        primary copies, as the orders are when the first of each kind is asked for."""
-        yield from list(islice(pool.orders[Kind.CACHED], ahead))
-        yield from list(islice(pool.primary, ahead))
-
-    def _value(self, pool: SlotPool, segment: Segment) -> float:
-        """The retention value of a READY segment that this node owns."""
-        return pool.orders[segment.kind].retention_value(segment, self._context.now)
-
     def _write(self, segments: Iterable[Segment]) -> None:
         """Write segments whose entries have just been made."""
         self._emit_void()
-        batches: dict[tuple[int, int], _Write] = {}
-        for segment in segments:
+        slabs: dict[int, Slab] = {}
+
+        def slab_of(segment: Segment) -> int:
             slab = self._tier.slab(segment.disk)
-            name = slab.number, len(segment.checksums)
-            batch = batches.get(name)
-            if batch is None:
-                batch = batches[name] = _Write(slab, [], [])
-            self._context.store.pin(segment)
-            batch.segments.append(segment)
-            batch.entries.append(segment.disk)
-            if len(batch.segments) == WRITE_SEGMENTS or (len(batch.segments) + 1) * slab.slot_bytes > WRITE_BYTES:
-                self._order(batches.pop(name))
-        for batch in batches.values():
-            self._order(batch)
+            slabs[slab.number] = slab
+            return slab.number
+
+        for number, batch in batches(segments, slab_of):
+            self._context.store.pin(*batch)
+            self._order(_Write(slabs[number], batch, [segment.disk for segment in batch]))
 
     def _order(self, batch: _Write) -> None:
         number = self._context.next_id()
@@ -431,15 +407,11 @@ class Disk(Part):
 
     # -- the end of the daemon
 
-    def save(self, limit_s: float) -> None:
+    def save(self, limit_s: float, done: Callable[[int], None]) -> None:
         """Write the segments that are in memory only, those of the highest retention value first, for at most
-        `limit_s`; then `Saved`."""
-        found: list[tuple[float, int, int, Segment]] = []
-        for pool in self._context.store.pools():
-            for segment in self._context.store.index(pool.tenant).values():
-                if segment.pool == pool.id and segment.owned and segment.disk < 0:
-                    found.append((-self._value(pool, segment), segment.depth, len(found), segment))
-        self._saving = deque(segment for *_, segment in sorted(found, key=lambda each: each[:3]))
+        `limit_s`; then call `done` with the number of those that were written."""
+        self._saved_some = done
+        self._saving = deque(by_value(self._context.store, self._context.now, lambda segment: segment.disk >= 0))
         self._saved = 0
         self._context.after(limit_s, self._stop_saving)
         self._save_some()
@@ -457,7 +429,7 @@ class Disk(Part):
             if segment.owned and segment.disk < 0:
                 pool = store.pool(segment.tenant, segment.slot_bytes)
                 assert pool is not None
-                value = self._value(pool, segment)
+                value = value_of(pool, segment, self._context.now)
                 verdict = self._tier.save(segment, store.accesses(segment), value, self._context.now)
                 if verdict is Refusal.QUEUE:
                     break
@@ -468,7 +440,7 @@ class Disk(Part):
         if not self._writes and self._saving is not None:
             # No write is under way: either all is written, or no device can be written.
             self._saving, self._ended = None, True
-            self._context.emit(Saved(self._saved))
+            self._saved_some(self._saved)
 
     # -- checks
 

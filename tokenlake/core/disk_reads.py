@@ -113,8 +113,8 @@ class DiskReads:
         leaves the disk. After a read that was aborted at its deadline, the segments that were not read stay on disk."""
         assert read.device is not None
         disk, counters = self._context.disk, self._context.counters
-        whole = codes.count(Code.LOCAL) == len(codes)
-        self._queue.ended(read.device, read.nbytes, self._context.now - read.started_at, whole)
+        came = read.nbytes if codes.count(Code.LOCAL) == len(codes) else 0
+        self._queue.ended(read.device, read.nbytes, self._context.now - read.started_at, came)
         self._seconds.add(self._context.now - read.asked_at)
         # The reason is told at once, because the fetches that wait are answered in this event.
         removals, now = self._context.removals, self._context.now

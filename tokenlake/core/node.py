@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tokenlake.core import events
 from tokenlake.core.checks import Checks
@@ -16,11 +15,14 @@ from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.drain import Drain
 from tokenlake.core.cluster.handover import HANDED_OVER, Handover
 from tokenlake.core.cluster.learned import Learned
+from tokenlake.core.cluster.members import MemberState, members_of
 from tokenlake.core.cluster.owner import DUPLICATES, Ownership
 from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
+from tokenlake.core.cold import Cold
+from tokenlake.core.cold_tier import ColdTier
 from tokenlake.core.context import Context, CoreConfig, Part
 from tokenlake.core.disk import Disk
 from tokenlake.core.engines.access import Touches, with_access
@@ -56,7 +58,6 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.location import Location
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters
@@ -79,21 +80,6 @@ class HandlerFailed(RuntimeError):
         self.instructions = list(instructions)
 
 
-class MemberState(NamedTuple):
-    """The state of one member of the cluster."""
-
-    node: NodeId
-    usable: bool
-    """False: no call can be sent to it now."""
-    draining: bool
-    load: float
-    """Bytes per second that it sends to engines of other nodes."""
-    free: float
-    """Share of its memory that is free, as it reported last."""
-    location: Location
-    """Its location, as it told when it connected last."""
-
-
 class NodeCore:
     """The rules of one node: it takes one event at a time (a request of an engine, a message of another node, a timer)
     and returns the instructions that the driver carries out."""
@@ -108,7 +94,9 @@ class NodeCore:
             lambda peer_: self._ring_change.differs(peer_),
         )
         self._directory_node = DirectoryNode(context, self._peers)
-        self._transfers = Transfers(context, self._peers)
+        self._tier = ColdTier(context)
+        self._cold = Cold(context, self._tier, config.cold_bytes_per_day)
+        self._transfers = Transfers(context, self._peers, self._tier, lambda *each: self._ownership.committed(*each))
         self._disk = Disk(context, self._directory_node)
         self._ownership = Ownership(context, self._peers, self._directory_node, self._disk)
         self._directory_node.on_redundant = self._ownership.redundant
@@ -124,7 +112,9 @@ class NodeCore:
         self._explain = Explain(context, self._peers)
         self._waiting = WaitingMatches(context, self._peers, self._directory_node, self._markers)
         context.store.on_arrival = self._arrived
-        self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._waiting, self._explain)
+        self._matches = Matches(
+            context, self._grants, self._peers, self._directory_node, self._waiting, self._explain, self._transfers.cold
+        )
         self._corruption = Corruption(context)
         self._reads = LeaseReads(
             context, self._grants, self._peers, self._directory_node, self._transfers, self._touches
@@ -143,7 +133,7 @@ class NodeCore:
         )
         self._survey = Survey(context, self._peers, self._directory_node, self._transfers)
         self._prefetches = Prefetches(context, self._survey, self._transfers, self._pins)
-        self._orders = Orders(context, self._disk)
+        self._orders = Orders(context, self._disk, self._cold)
         self._learned = Learned(context, self._peers)
         self._drain = Drain(context, self._peers, self._ownership, self._handover)
         self._ring_change = RingChange(
@@ -170,6 +160,8 @@ class NodeCore:
             self._orders,
             self._refusals,
             self._disk,
+            self._tier,
+            self._cold,
             self._ring_change,
         )
         self._checks = Checks(self._sessions, self._peers, self._serving)
@@ -182,7 +174,9 @@ class NodeCore:
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation), e.location),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums, e.answered, e.held),
+            events.FetchDone: lambda e: self._transfers.done(
+                e.fetch, e.codes, e.checksums, e.answered, e.held, e.notes
+            ),
             events.FetchSettled: lambda e: self._transfers.settled(e.fetch),
             events.PullRequested: self._pull_requested,
             events.SendDone: lambda e: self._serving.sent(e.stream),
@@ -204,7 +198,11 @@ class NodeCore:
             events.DiskGone: lambda e: self._disk.gone(e.device),
             events.DiskWritten: self._disk.written,
             events.DiskErased: self._disk.erased,
-            events.SaveRequested: lambda e: self._disk.save(e.limit_s),
+            events.ColdReady: self._tier.came_up,
+            events.ColdGone: self._tier.went,
+            events.ColdLooked: self._tier.looked,
+            events.ColdWritten: self._cold.written,
+            events.SaveRequested: lambda e: self._orders.save(e.limit_s),
             events.Tick: lambda e: context.timers.fire_next(context.now),
             # Requests of an engine's process: handler(process, request).
             engine.Match: self._matches.match,
@@ -292,21 +290,7 @@ class NodeCore:
 
     def members(self) -> list[MemberState]:
         """The state of each member of the cluster as this node knows it, itself included, by name."""
-        context = self._context
-        load, free = context.load(), context.vacancy().free_share
-        here = MemberState(context.node, True, context.draining, load, free, context.config.location)
-        others = [
-            MemberState(
-                each.node,
-                each.usable,
-                each.draining,
-                self._peers.load(each.node),
-                each.vacancy.free_share,
-                each.location,
-            )
-            for each in self._peers
-        ]
-        return sorted([here, *others])
+        return members_of(self._context, self._peers)
 
     def recent_requests(self) -> list[RecentRequest]:
         """The newest requests of this node, the oldest first."""
@@ -369,6 +353,7 @@ class NodeCore:
         self._pins.left(gone)
         self._salt_quotas.left(gone)
         self._report_gone(self._disk.follow(gone))
+        self._cold.follow(gone)
         return self._emitted()
 
     def _emitted(self) -> list[Instruction]:
@@ -541,6 +526,7 @@ class NodeCore:
         self._serving.sweep()
         self._pins.sweep()
         self._disk.look()
+        self._cold.look()
         # Repeated in each gossip interval: when a tenant joined, the memory for it may still have been pinned by
         # engines that had died.
         self._regions.look()

@@ -1,10 +1,11 @@
-"""Orders of an operator about the segments of this node: eviction, from memory and from disk."""
+"""Orders about the segments of this node: eviction, from memory, from disk and from the cold tier, and saving them."""
 
 from __future__ import annotations
 
+from tokenlake.core.cold import Cold
 from tokenlake.core.context import Context, Part
 from tokenlake.core.disk import Disk
-from tokenlake.core.instructions import EvictionDone
+from tokenlake.core.instructions import EvictionDone, Saved
 from tokenlake.identity import TenantId
 from tokenlake.memory import Cursor, Kind, Segment, State
 from tokenlake.memory.removals import OPERATOR_RULE
@@ -18,9 +19,10 @@ class Orders(Part):
     """Evicts the segments that an operator names. Those that an engine is writing stay, but not their copies on disk;
     those that are on their way to this node's memory never arrive."""
 
-    def __init__(self, context: Context, disk: Disk) -> None:
+    def __init__(self, context: Context, disk: Disk, cold: Cold) -> None:
         self._context = context
         self._disk = disk
+        self._cold = cold
         self._under_way = 0
 
     def evict(self, request: int, tenant: TenantId, keys: bytes, slot_bytes: int) -> None:
@@ -28,6 +30,7 @@ class Orders(Part):
         with `EvictionDone`."""
         store = self._context.store
         evicted = kept = 0
+        self._cold.erase(tenant, split_keys(keys), slot_bytes)
         erasure = self._disk.begin_erasure(
             lambda reached: self._context.emit(EvictionDone(request, evicted, kept, reached))
         )
@@ -67,6 +70,19 @@ class Orders(Part):
             return True
 
         self._context.in_slices(work)
+
+    def save(self, limit_s: float) -> None:
+        """The daemon is about to end: write what is in memory only to the disks and to the cold tier, for at most
+        `limit_s`; then `Saved`."""
+        saved: list[int] = []
+
+        def done(segments: int) -> None:
+            saved.append(segments)
+            if len(saved) == 2:
+                self._context.emit(Saved(sum(saved)))
+
+        self._cold.save(limit_s, done)
+        self._disk.save(limit_s, done)
 
     def _evict(self, segments: list[Segment]) -> tuple[int, int]:
         """Evict those of the segments that are READY, and discard those on their way. Returns how many were evicted,

@@ -85,7 +85,9 @@ class Admission:
     """Decides which segments of one tenant and size are written: by a threshold on their retention value, and by a
     limit that follows what memory evicts. Counts are in segments."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = SHARE) -> None:
+        """`share`: limit of what is written, as a share of what memory evicts."""
+        self._share = share
         self._credit = float(MAX_CREDIT)
         """Number of segments that may be written now, from the share of those that memory evicted. Further segments of
         admitted requests make it negative."""
@@ -97,10 +99,10 @@ class Admission:
 
     def evicted(self, segments: int) -> None:
         """Count segments that memory evicted."""
-        self._credit = min(float(MAX_CREDIT), self._credit + SHARE * segments)
+        self._credit = min(float(MAX_CREDIT), self._credit + self._share * segments)
         self._evicted += segments
 
-    def asks(self, request: Hashable, accesses: int, value: float, share: float = SHARE) -> Refusal | None:
+    def asks(self, request: Hashable, accesses: int, value: float, share: float = 1.0) -> Refusal | None:
         """Returns None if a candidate of this retention value is admitted, else the reason. `request`: names the
         request that accessed it last; `accesses`: how often it was accessed. `share`: the share of the evicted bytes
         that the budget of bytes per day allows to write. A candidate that is refused because the credit is used changes
@@ -124,7 +126,9 @@ class Admission:
         self._evicted *= MEMORY
         # The credit stays near half of its maximum, so that the threshold decides and not the order of the candidates.
         # Segments that were read back and are evicted again need no write: they leave more for the candidates.
-        share = min(0.95, min(share, SHARE) * max(1.0, self._evicted / self._asked) * 2 * self._credit / MAX_CREDIT)
+        share = min(
+            0.95, min(share, self._share) * max(1.0, self._evicted / self._asked) * 2 * self._credit / MAX_CREDIT
+        )
         above = value >= self._threshold and value > 0
         # The threshold rises with each candidate above it, and falls with each one below: it stays where `share` of
         # the candidates are above it.

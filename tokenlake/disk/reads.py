@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
-
-from tokenlake.disk.slab import Device
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 READS = 4
@@ -22,12 +20,21 @@ MEASURED_BYTES = 1 << 20
 """Minimum bytes of a read that counts for the rate."""
 
 
+class Readable(Protocol):
+    """What is read from: a device of the disk tier, or the cold tier."""
+
+    read_rate: float
+    """Bytes per second."""
+
+
 class ReadQueue(Generic[T]):
     """Reads that wait for their device, in order, and the number of those under way."""
 
-    def __init__(self, devices: Mapping[int, Device]) -> None:
-        """`devices`: those in use, by number. The queue changes their read rates."""
+    def __init__(self, devices: Mapping[int, Readable], reads: int = READS) -> None:
+        """`devices`: those in use, by number. The queue changes their read rates. `reads`: how many one device has
+        under way at a time."""
         self._devices = devices
+        self._reads = reads
         self._waiting: dict[int, dict[T, int]] = {}
         """By device: the bytes of each read that waits, the oldest first."""
         self._under_way: Counter[int] = Counter()
@@ -59,21 +66,25 @@ class ReadQueue(Generic[T]):
     def take(self, device: int) -> T | None:
         """Returns the next read that may start, which is under way from now on; None if there is none."""
         waiting = self._waiting.get(device)
-        if not waiting or self._under_way[device] >= READS:
+        if not waiting or self._under_way[device] >= self._reads:
             return None
         read = next(iter(waiting))
         del waiting[read]
         self._under_way[device] += 1
         return read
 
-    def ended(self, device: int, nbytes: int, seconds: float, whole: bool) -> None:
-        """A read of `nbytes` has ended after `seconds`. `whole`: all of them were read, so that it tells the rate."""
+    def under_way(self, device: int) -> int:
+        """The number of reads of a device that are under way."""
+        return self._under_way[device]
+
+    def ended(self, device: int, nbytes: int, seconds: float, came: int) -> None:
+        """A read of `nbytes` has ended after `seconds`. `came`: the bytes that tell the rate; 0: it does not."""
         beside = self._under_way[device]
         self._under_way[device] -= 1
         self._nbytes[device] -= nbytes
         known = self._devices.get(device)
-        if whole and known is not None and nbytes >= MEASURED_BYTES:
-            rate = beside * nbytes / max(seconds, 1e-6)
+        if known is not None and came >= MEASURED_BYTES:
+            rate = beside * came / max(seconds, 1e-6)
             known.read_rate = max(LEAST_RATE, known.read_rate + RATE_WEIGHT * (rate - known.read_rate))
 
     def predict_s(self, nbytes: int) -> float:
@@ -85,5 +96,5 @@ class ReadQueue(Generic[T]):
         """Raises AssertionError when bytes or counts are negative, or a device is idle while reads wait."""
         for device, waiting in self._waiting.items():
             assert self._nbytes[device] >= sum(waiting.values())
-            assert 0 <= self._under_way[device] <= READS
-            assert not waiting or self._under_way[device] == READS
+            assert 0 <= self._under_way[device] <= self._reads
+            assert not waiting or self._under_way[device] == self._reads

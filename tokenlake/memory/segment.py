@@ -62,11 +62,12 @@ class PolicyState:
 
 class Segment:
     """Mutable. `SegmentStore` with its pools changes the fields, its orders of eviction `touched` and `policy_state`,
-    the disk tier (`tokenlake.disk`) `disk`, and the core's part of it `asked`."""
+    the disk tier (`tokenlake.disk`) `disk`, the core's part of it `asked`, and that of the cold tier `cold`."""
 
     __slots__ = (
         "asked",
         "checksums",
+        "cold",
         "depth",
         "disk",
         "excluded",
@@ -130,6 +131,8 @@ class Segment:
         else -1."""
         self.asked = -1.0
         """Value of `touched` when the disk tier last refused the segment."""
+        self.cold = -1.0
+        """The greatest value of `touched` with which the segment is not offered to the cold tier again."""
 
     @property
     def owns(self) -> bool:

@@ -55,6 +55,16 @@ class DiskUse(msgspec.Struct, frozen=True, kw_only=True):
     written_share: float
 
 
+class ColdUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of the cold tier by all nodes over a run. `tokens`: those of the hits that were read from it.
+    `written_share`: written bytes of the bytes that memory evicted."""
+
+    tokens: int
+    written_bytes: int
+    written_bytes_per_day: float
+    written_share: float
+
+
 class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `systems` in the JSON of `tokenlake bench cache-hit --mode simulate`.
 
@@ -88,6 +98,9 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     disk_share: float = 0.0
     disk_written_bytes_per_day: float | None = None
     disk_written_share: float | None = None
+    cold_share: float = 0.0
+    cold_written_bytes_per_day: float | None = None
+    cold_written_share: float | None = None
     long_prompts: LongPrompts | None = None
 
 
@@ -109,6 +122,7 @@ def row_of(
     node_tokens: int,
     closed_loop: bool = False,
     disk: DiskUse | None = None,
+    cold: ColdUse | None = None,
 ) -> SystemRow:
     """The row of a system in the comparison, from its answers, at least one. Answers of one token have no time per
     further token. `sent`: all bytes between the instances. `node_tokens`: memory for caches of one node.
@@ -119,11 +133,12 @@ def row_of(
     duration_s = (finished_s if closed_loop else max(arrivals)) - min(arrivals)
     hits = sum(answered.hit_tokens for answered in answers)
     from_disk = 0 if disk is None else disk.tokens
+    from_cold = 0 if cold is None else cold.tokens
     ttft = [answered.ttft_s for answered in answers]
     tpot = [answered.tpot_s for answered in answers if answered.output_tokens > 1]
     return SystemRow(
         token_hit_rate=hits / sum(a.prompt_tokens for a in answers),
-        remote_share=max(0, sum(a.remote_tokens for a in answers) - from_disk) / max(1, hits),
+        remote_share=max(0, sum(a.remote_tokens for a in answers) - from_disk - from_cold) / max(1, hits),
         engine_share=sum(a.engine_tokens for a in answers) / max(1, hits),
         load_cv=spread(sent.table()).cv,
         busy_share=busy.total_s / busy.instances / (finished_s - min(arrivals)),
@@ -140,6 +155,9 @@ def row_of(
         disk_share=from_disk / max(1, hits),
         disk_written_bytes_per_day=None if disk is None else disk.written_bytes_per_day,
         disk_written_share=None if disk is None else disk.written_share,
+        cold_share=from_cold / max(1, hits),
+        cold_written_bytes_per_day=None if cold is None else cold.written_bytes_per_day,
+        cold_written_share=None if cold is None else cold.written_share,
         long_prompts=long_prompts(((a.prompt_tokens, a.hit_tokens) for a in answers), node_tokens),
     )
 

@@ -12,6 +12,7 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake_bench.balance import WINDOW_S, SendLog
 from tokenlake_bench.live_client import WINDOW
 from tokenlake_bench.simulation.arrivals import Arrival
+from tokenlake_bench.simulation.cold import ColdContent
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.network import Network
 from tokenlake_bench.simulation.node import SimNode
@@ -46,12 +47,18 @@ class SimulatedCluster:
         finished: Callable[[RequestOutcome], None],
         engine: EngineMaker = SimulatedEngine,
         joining: int = 0,
+        cold: ColdContent | None = None,
     ) -> None:
         """`finished` is called with the outcome of each finished request; `engine` makes the engine of each node;
-        `joining`: maximum number of nodes that join later (`add`)."""
+        `joining`: maximum number of nodes that join later (`add`); `cold`: the content of the cold tier, None for an
+        empty one of the size of the options."""
         self.options = options
         self.size = pool_size(options.nodes, options.capacity_tokens, options.layout)
         self.clock = Clock()
+        if cold is None and options.cold_tokens:
+            nbytes = options.cold_tokens // options.segment_tokens * options.layout.segment_bytes
+            cold = ColdContent(nbytes, options.cold_latency_s, options.cold_rate)
+        self.cold = cold
         self._most = options.nodes + joining
         self.network = Network(options.link, self._most)
         names = [f"n{index:04}" for index in range(options.nodes)]
@@ -84,7 +91,7 @@ class SimulatedCluster:
     def _node(self, index: int, core: NodeCore) -> SimNode:
         options, size = self.options, self.size
         disk = disk_bytes(options.disk_tokens // options.nodes, size.layout)
-        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk)
+        node = SimNode(index, self._most, core, self.clock, self.network, self._log, disk, self.cold)
         node.drained = lambda: self._leave(node)
         node.read_ring = lambda: self._follow(node)
         return node

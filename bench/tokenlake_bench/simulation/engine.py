@@ -161,7 +161,10 @@ class SimulatedEngine:
             if load_s := self._load_s(arrived):
                 yield load_s
             if arrived:
-                self._send(engine.Release(((matched.lease, start, hits),), read=True))
+                # The engine says what it took so far, and the time in which it would have computed it.
+                size, saved_s = self._options.segment_tokens, self._saved_s(served, first + own, first + hits)
+                took = matched.lease, own * size, hits * size, saved_s
+                self._send(engine.Release(((matched.lease, start, hits),), read=True, took=(took,)))
             if hits < stop:
                 served.cut_by = Code.LOST
                 self._give_back(matched.lease, hits, matched.hits)
@@ -217,6 +220,11 @@ class SimulatedEngine:
 
     def _load_s(self, segments: int) -> float:
         """Returns the seconds in which segments of this node's memory are copied to the engine's own cache."""
+        return 0.0
+
+    def _saved_s(self, served: RequestOutcome, first: int, last: int) -> float:
+        """Returns the seconds in which the engine would compute the segments from `first` to `last` of a prompt, whose
+        end it computes in any case; 0 where it does not measure that."""
         return 0.0
 
     def _compute_s(self, segments: int) -> float:

@@ -9,6 +9,7 @@ from tokenlake.core import NodeCore, events, instructions
 from tokenlake.keys import KEY_BYTES
 from tokenlake.memory import SegmentStore
 from tokenlake.wire import Code, engine, peer
+from tokenlake_bench.simulation.cold import ColdContent, SimCold
 from tokenlake_bench.simulation.disk import CHECKSUM, SimDisk
 from tokenlake_bench.simulation.network import Network
 from tokenlake_testing.clock import Clock
@@ -93,9 +94,11 @@ class SimNode:
         network: Network,
         log: Callable[[int, int], None],
         disk_bytes: int = 0,
+        cold: ColdContent | None = None,
     ) -> None:
         """`index`: number of this node among the `nodes` nodes of the cluster. `log` is called with (node, number of
-        segments that it sends to another one). `disk_bytes`: size of its disk; 0: it has none."""
+        segments that it sends to another one). `disk_bytes`: size of its disk; 0: it has none. `cold`: the
+        content of the cold tier."""
         self.index = index
         self.name = core.config.node
         self.core = core
@@ -111,6 +114,9 @@ class SimNode:
         self.disk: SimDisk | None = None
         if disk_bytes:
             self.disk = SimDisk(disk_bytes, clock, self._from_disk)
+        self.cold = None if cold is None else SimCold(cold, clock, self._from_disk)
+        self.saved = False
+        """The rules have saved what is in memory, after `SaveRequested`."""
         self.driver = NodeDriver(
             core,
             clock,
@@ -119,6 +125,8 @@ class SimNode:
             memory=self,
             membership=_Membership(self),
             disks=self.disk,
+            cold=self.cold,
+            saved=self._has_saved,
         )
         self.deliver = self.driver.deliver
         self._nodes = nodes
@@ -131,10 +139,15 @@ class SimNode:
         return self.core.store
 
     def start(self) -> None:
-        """Start the rules, and report the disk to them."""
+        """Start the rules, and report the disk and the cold tier to them."""
         self.driver.start()
         if self.disk is not None:
             self.disk.start()
+        if self.cold is not None:
+            self.cold.start()
+
+    def _has_saved(self, order: instructions.Saved) -> None:
+        self.saved = True
 
     def _from_disk(self, event: events.Event) -> None:
         self.driver.deliver(event)

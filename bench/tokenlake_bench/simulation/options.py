@@ -9,6 +9,7 @@ from typing import Any
 from tokenlake.core.context import CoreConfig
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
+from tokenlake_bench.simulation.cold import LATENCY_S, RATE
 from tokenlake_bench.simulation.network import Link
 
 
@@ -23,6 +24,11 @@ class SimulationOptions:
     """The layout of the segments."""
     disk_tokens: int = 0
     """Number of tokens that the disks of all nodes hold; 0: no node has a disk."""
+    cold_tokens: int = 0
+    """Number of tokens that the cold tier of the nodes holds; 0: there is none."""
+    cold_latency_s: float = LATENCY_S
+    cold_rate: float = RATE
+    """Bytes per second between each node and the cold tier, in either direction."""
     seed: int = 0
     link: Link = field(default_factory=Link)
     """The connection of each node, in either direction."""

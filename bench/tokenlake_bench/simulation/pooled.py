@@ -34,6 +34,7 @@ from tokenlake_bench.routing.instance import CHUNK_TOKENS, InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, Route, Send
+from tokenlake_bench.simulation.cold import LATENCY_S, RATE, ColdContent
 from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, SimulatedEngine, Steps
 from tokenlake_bench.simulation.network import Link
 from tokenlake_bench.simulation.node import SimNode
@@ -68,6 +69,9 @@ def pool_options(
     seed: int,
     rules: Mapping[str, Any] = MappingProxyType({}),
     disk_tokens: int = 0,
+    cold_tokens: int = 0,
+    cold_latency_s: float = LATENCY_S,
+    cold_rate: float = RATE,
     nvlink: bool = False,
 ) -> SimulationOptions:
     """Options of a simulated pool with one node per engine instance, whose network adapters together, or NVLinks, are
@@ -77,6 +81,9 @@ def pool_options(
         nodes=nodes,
         capacity_tokens=capacity_tokens,
         disk_tokens=disk_tokens,
+        cold_tokens=cold_tokens,
+        cold_latency_s=cold_latency_s,
+        cold_rate=cold_rate,
         layout=engine_layout(engine, segment_tokens),
         seed=seed,
         link=Link(bandwidth=engine.network_rate(nvlink=nvlink)),
@@ -159,6 +166,11 @@ class PooledEngine(SimulatedEngine):
 
     def _in_flight_wait_s(self, served: RequestOutcome, keys: bytes) -> float:
         return 1.5 * self._run.engine.prefill_s(len(keys) // KEY_BYTES * self._options.segment_tokens)
+
+    def _saved_s(self, served: RequestOutcome, first: int, last: int) -> float:
+        size, tokens, engine = self._options.segment_tokens, served.arrival.tokens, self._run.engine
+        first, last = first * size, min(last * size, tokens)
+        return max(0.0, engine.prefill_s(tokens - first, first) - engine.prefill_s(max(1, tokens - last), last))
 
     def _read_ahead(self) -> None:
         while self._queue and self._ahead < AHEAD:
@@ -297,9 +309,11 @@ class PooledRun:
         counts_memory: bool,
         instance: Callable[..., PooledEngine] = PooledEngine,
         chunk_tokens: int = CHUNK_TOKENS,
+        cold: ColdContent | None = None,
     ) -> None:
         """`counts_memory`: requests under way take memory. `instance`: makes the engine of each node from the arguments
-        of `PooledEngine`. `chunk_tokens`: number of tokens that a forward pass computes at most."""
+        of `PooledEngine`. `chunk_tokens`: number of tokens that a forward pass computes at most. `cold`: as of
+        `SimulatedCluster`."""
         self.engine = engine
         self.counts_memory = counts_memory
         self.chunk_tokens = chunk_tokens
@@ -321,7 +335,7 @@ class PooledRun:
         self._numbers = count(1)
         self._draw = random.Random(options.seed)
         self._engines: list[PooledEngine] = []
-        self.simulation = Simulation(options, self._make)
+        self.simulation = Simulation(options, self._make, cold)
 
     def next_number(self) -> int:
         """A number that this run has not used before."""
@@ -363,7 +377,7 @@ class PooledRun:
 
     def row(self) -> SystemRow:
         """The row of the pool in the comparison, from all answered requests; there must be at least one."""
-        simulation = self.simulation
+        simulation, seconds = self.simulation, max(answer.at_s for answer in self.answers)
         return row_of(
             self.answers,
             simulation.cluster.sent,
@@ -372,5 +386,6 @@ class PooledRun:
             duplication=simulation.figures().duplication,
             node_tokens=self.node_tokens,
             closed_loop=self._closed_loop,
-            disk=simulation.disk_use(max(answer.at_s for answer in self.answers)),
+            disk=simulation.disk_use(seconds),
+            cold=simulation.cold_use(seconds),
         )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from tokenlake.core.cold import WRITTEN_BYTES as COLD_WRITTEN
 from tokenlake.core.report.account import SUPPLIED, Source
 from tokenlake.identity import SegmentKey
 from tokenlake.memory import State
@@ -19,9 +20,10 @@ from tokenlake.memory.store import EVICTED as MEMORY_EVICTED
 from tokenlake.metrics import Counters
 from tokenlake.wire import Code
 from tokenlake_bench.balance import Spread, spread
-from tokenlake_bench.routing.outcome import DiskUse
+from tokenlake_bench.routing.outcome import ColdUse, DiskUse
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
+from tokenlake_bench.simulation.cold import ColdContent
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.options import SimulationOptions
 
@@ -45,12 +47,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 class Simulation:
     """One run of a workload on a simulated pool. `cluster` may be inspected afterwards."""
 
-    def __init__(self, options: SimulationOptions, engine: EngineMaker = SimulatedEngine) -> None:
+    def __init__(
+        self, options: SimulationOptions, engine: EngineMaker = SimulatedEngine, cold: ColdContent | None = None
+    ) -> None:
+        """`cold`: as of `SimulatedCluster`."""
         self.options = options
         self.done = 0
         """Number of requests finished so far."""
         self.stored: Counter[Code] = Counter()
-        self.cluster = SimulatedCluster(options, self._finished, engine)
+        self.cluster = SimulatedCluster(options, self._finished, engine, cold=cold)
         self._tokens = self._hits = self._remote = 0
         self._read_s = array("d")
         self._processor_s = 0.0
@@ -90,9 +95,12 @@ class Simulation:
         )
 
     def remote_share(self) -> float:
-        """Share of the hits that came from other nodes. A segment that lies on disk is fetched like one of another
-        node, from the node itself."""
-        own = sum(_from_disk(node.core.counters) for node in self.cluster.nodes) / self.options.segment_tokens
+        """Share of the hits that came from other nodes. A segment on disk or in the cold tier is fetched like one of
+        another node, from the node itself."""
+        own = (
+            sum(_from(node.core.counters, Source.DISK, Source.COLD) for node in self.cluster.nodes)
+            / self.options.segment_tokens
+        )
         return max(0.0, self._remote - own) / max(1, self._hits)
 
     def read_s(self, quantile: float) -> float:
@@ -110,10 +118,24 @@ class Simulation:
         evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.layout.segment_bytes
         per_day = written * 86_400 / max(seconds, 1e-9)
         return DiskUse(
-            tokens=sum(map(_from_disk, counters)),
+            tokens=sum(_from(each, Source.DISK) for each in counters),
             written_bytes=written,
             written_bytes_per_day=per_day,
             writes_per_day=per_day / sum(disk.capacity for disk in disks),
+            written_share=written / max(1, evicted),
+        )
+
+    def cold_use(self, seconds: float) -> ColdUse | None:
+        """Use of the cold tier in a run of so many seconds; None without one."""
+        counters = [node.core.counters for node in self.cluster.nodes if node.cold is not None]
+        if not counters:
+            return None
+        written = sum(sum(each.by_labels(COLD_WRITTEN).values()) for each in counters)
+        evicted = sum(each[MEMORY_EVICTED] for each in counters) * self.options.layout.segment_bytes
+        return ColdUse(
+            tokens=sum(_from(each, Source.COLD) for each in counters),
+            written_bytes=written,
+            written_bytes_per_day=written * 86_400 / max(seconds, 1e-9),
             written_share=written / max(1, evicted),
         )
 
@@ -149,6 +171,6 @@ def _copies_per_segment(cluster: SimulatedCluster) -> float:
     return copies.total() / len(copies) if copies else 0.0
 
 
-def _from_disk(counters: Counters) -> int:
-    """The tokens that a node's engines read from its disk."""
-    return sum(tokens for (_, source), tokens in counters.by_labels(SUPPLIED).items() if source == Source.DISK)
+def _from(counters: Counters, *sources: Source) -> int:
+    """The tokens that a node's engines read from these sources."""
+    return sum(tokens for (_, source), tokens in counters.by_labels(SUPPLIED).items() if source in sources)

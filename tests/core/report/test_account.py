@@ -32,7 +32,7 @@ FATES = {
 def settle(account: Account, index: int, what: str) -> None:
     """Let it happen to an item."""
     if what in ("fetched", "disk"):
-        account.arrived(index, from_disk=what == "disk")
+        account.arrived(index, Source.DISK if what == "disk" else Source.FETCHED)
     if what == "lost":
         account.lose(index, MissReason.LOST, "wrong bytes")
     if what in ("local", "fetched", "disk", "shipped"):

@@ -348,7 +348,7 @@ class Serving(Part):
             shape = tier.slab(entry).slot_bytes, tier.shards(entry)
             by_shape.setdefault(shape, []).append((pull.keys[index], index, partial(self._read, pull)))
         for (slot_bytes, shards), wanted in by_shape.items():
-            wait_s = min(MAX_DEADLINE_S, deadline_s(self._transfers.predict_s(here, slot_bytes * len(wanted))))
+            wait_s = min(MAX_DEADLINE_S, deadline_s(self._transfers.disk_s(slot_bytes * len(wanted))))
             self._transfers.bring(
                 here,
                 pull.tenant,

@@ -49,7 +49,8 @@ class Transfer:
     disk_s: float = 0.0
     """Seconds that the node needs to read the segments from its disk."""
     device: int | None = None
-    """The device of this node from which the segments are read; None: they come from another node."""
+    """The device of this node from which the segments are read, `COLD` for the cold tier; None: they come from another
+    node."""
     places: list[tuple[Slab, int]] = field(default_factory=list)
     """The places of the segments on the device."""
     aborted: bool = False

@@ -12,8 +12,8 @@
 
 Transfers that no engine waits for (hand-overs) are cut into pieces, which come one after the other.
 
-Segments on a device of this node are brought in the same way, from this node itself: at most `READS` reads of a device
-at a time, and the others wait in a queue.
+Segments on a device of this node, or in the cold tier, are brought in the same way, from this node itself: at most
+`READS` reads of a device at a time, and the others wait in a queue.
 
 A node from which no bytes came gets no further transfer until bytes have come to a probe, a transfer of no segments
 (`Peers.delivers`).
@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.probes import Probes
 from tokenlake.core.cluster.transfer import ABORTED, OnArrival, Transfer
+from tokenlake.core.cold_reads import COLD, ColdReads
+from tokenlake.core.cold_tier import ColdTier
 from tokenlake.core.context import Context, Part
 from tokenlake.core.disk_reads import DiskReads
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
@@ -61,7 +63,10 @@ deadline does not show that a node is slow."""
 class Transfers(Part):
     """All transfers of segments to this node, under way or queued."""
 
-    def __init__(self, context: Context, peers: Peers) -> None:
+    def __init__(
+        self, context: Context, peers: Peers, tier: ColdTier, own: Callable[[TenantId, list[Segment]], None]
+    ) -> None:
+        """`own`: makes this node the owner of segments that came from the cold tier."""
         self._context = context
         self._peers = peers
         self._under_way: dict[int, Transfer] = {}
@@ -77,18 +82,29 @@ class Transfers(Part):
         self._queue: dict[Transfer, None] = {}
         """Background pieces that wait for it to end, oldest first."""
         self._reads = DiskReads(context, self._begin, self._lose)
+        self.cold = ColdReads(context, tier, self._begin, self._lose, own)
         self._queued: dict[Segment, Transfer] = {}
         """The queued piece of a background transfer to which each segment belongs."""
         self._probes = Probes(context, peers, self._probe)
 
     def delivers(self, node: NodeId) -> bool:
-        """Returns True if segments can be brought from `node` now: another node that delivers, or this one, from
-        disk."""
+        """Returns True if segments can be brought from `node` now: another node that delivers, or this one, from disk
+        or from the cold tier."""
         return node == self._context.node or self._peers.delivers(node)
 
-    def predict_s(self, node: NodeId, nbytes: int) -> float:
-        """Returns the expected seconds until `nbytes` have come from `node`."""
-        return self._reads.predict_s(nbytes) if node == self._context.node else self._peers.path(node).predict_s(nbytes)
+    def predict_s(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], slot_bytes: int) -> float:
+        """Returns the expected seconds until these segments have come from `node`."""
+        if node == self._context.node:
+            return self.read_s(tenant, keys, slot_bytes)
+        return self._peers.path(node).predict_s(slot_bytes * len(keys))
+
+    def read_s(self, tenant: TenantId, keys: Sequence[SegmentKey], slot_bytes: int) -> float:
+        """Returns the expected seconds until these segments are read by this node itself: those on its disk from there,
+        the others from the cold tier."""
+        find = self._context.disk.find
+        on_disk = sum(find(tenant, key) >= 0 for key in keys)
+        cold_s = self.cold.predict_s(slot_bytes * (len(keys) - on_disk))
+        return max(self.disk_s(slot_bytes * on_disk) if on_disk else 0.0, cold_s)
 
     def disk_s(self, nbytes: int) -> float:
         """Returns the expected seconds until `nbytes` are read from this node's disk, at most `MAX_SECONDS`."""
@@ -108,9 +124,10 @@ class Transfers(Part):
         hints: Hints | None = None,
         disk_s: float = 0.0,
         for_peer: bool = False,
+        cold: bool = False,
     ) -> None:
         """Transfer segments from `node`, which may be this one (from disk), as copies of `kind`. `wanted`: (key, index
-        in the prompt, callback) of each.
+        in the prompt, callback) of each. `cold`: those that are not on disk may be read from the cold tier.
 
         A segment that is stored here or under way is not transferred again. The callback of a segment that gets no slot
         is called at once with the reason, that of a segment of a node that does not deliver with LOST, and that of a
@@ -121,6 +138,8 @@ class Transfers(Part):
         transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request, for_peer=for_peer)
         transfer.asked_at, transfer.disk_s = self._context.now, disk_s
         from_disk = node == self._context.node
+        cold_transfer = replace(transfer, segments=[], places=[])
+        cold = cold and self.cold.tier.readable
         refused: list[tuple[OnArrival, Code]] = []
         for key, depth, on_arrival in wanted:
             known = self._context.store.get(tenant, key)
@@ -132,7 +151,7 @@ class Transfers(Part):
                     self._start_queued(self._queued[known])
                 continue
             entry = self._reads.find(tenant, key, slot_bytes, shards) if from_disk else NO_ENTRY
-            if entry < 0 if from_disk else not self._peers.delivers(node):
+            if entry < 0 and not cold if from_disk else not self._peers.delivers(node):
                 refused.append((on_arrival, Code.LOST))
                 continue
             segment = self._context.store.reserve(
@@ -149,12 +168,17 @@ class Transfers(Part):
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
                 continue
+            self._waiters[segment] = [on_arrival]
+            if from_disk and entry < 0:
+                cold_transfer.segments.append(segment)
+                continue
             if from_disk:
                 note = self._context.disk.note(entry)
                 self._context.store.recall(segment, note.accesses, note.hints, self._context.now)
                 transfer.places.append(self._context.disk.begin_read(entry))
-            self._waiters[segment] = [on_arrival]
             transfer.segments.append(segment)
+        if cold_transfer.segments:
+            self.cold.add(cold_transfer)
         if transfer.segments and from_disk:
             self._reads.add(transfer)
         elif transfer.segments and transfer.background:
@@ -268,7 +292,8 @@ class Transfers(Part):
 
     def _note(self, transfer: Transfer, event: str) -> None:
         request = f" for request {transfer.request!r}" if transfer.request else ""
-        source = transfer.node if transfer.device is None else f"disk {transfer.device}"
+        device = "the cold tier" if transfer.device == COLD else f"disk {transfer.device}"
+        source = transfer.node if transfer.device is None else device
         text = f"a fetch of {len(transfer.segments)} segments from {source}{request}: {event}"
         self._context.emit(Note(text, "fetch"))
 
@@ -276,10 +301,18 @@ class Transfers(Part):
         """Free the slots of a transfer into which bytes could still come when it was done."""
         self._context.store.unpin(*self._held.pop(fetch))
 
-    def done(self, fetch: int, codes: bytes, checksums: bytes, answered: bool | None, held: bytes = b"") -> None:
+    def done(
+        self,
+        fetch: int,
+        codes: bytes,
+        checksums: bytes,
+        answered: bool | None,
+        held: bytes = b"",
+        notes: bytes = b"",
+    ) -> None:
         """Handle the end of a transfer, whose receiving thread has returned: publish the segments that arrived and that
         no order has evicted meanwhile, free the slots of the others, and call the callbacks that wait for them.
-        `answered`, `held`: see `FetchDone`."""
+        `answered`, `held`, `notes`: see `FetchDone`."""
         transfer = self._under_way.pop(fetch)
         assert len(codes) == len(transfer.segments)
         assert len(checksums) == CHECKSUM_BYTES * transfer.shards * len(codes)
@@ -313,7 +346,9 @@ class Transfers(Part):
                 else:
                     store.unpin(segment)
                 store.discard(segment, self._context.now)
-        if transfer.device is not None:
+        if transfer.device == COLD:
+            self.cold.ended(transfer, codes, notes)
+        elif transfer.device is not None:
             self._reads.ended(transfer, codes)
         else:
             self._received(transfer, codes, len(arrived) * transfer.slot_bytes)
@@ -364,7 +399,7 @@ class Transfers(Part):
         self._peers.tell(transfer.node, wire.Corrupt(transfer.tenant, join_keys(keys)))
 
     def pinned(self) -> Iterator[Segment]:
-        for transfer in (*self._under_way.values(), *self._queue, *self._reads.waiting()):
+        for transfer in (*self._under_way.values(), *self._queue, *self._reads.waiting(), *self.cold.waiting()):
             yield from transfer.segments
         for outcomes in self._settling.values():
             yield from (segment for segment, code, _ in outcomes if code is Code.LOCAL)
@@ -382,9 +417,10 @@ class Transfers(Part):
 
     def check_integrity(self) -> None:
         assert self._probes.under_way == sum(not transfer.segments for transfer in self._under_way.values())
-        transfers = (*self._under_way.values(), *self._queue, *self._reads.waiting())
+        transfers = (*self._under_way.values(), *self._queue, *self._reads.waiting(), *self.cold.waiting())
         segments = [segment for transfer in transfers for segment in transfer.segments]
         self._reads.check_integrity()
+        self.cold.check_integrity()
         assert all(self._settling.values())
         assert len(segments) == len(set(segments)) == len(self._waiters)
         assert all(segment in self._waiters for segment in segments)

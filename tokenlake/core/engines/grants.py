@@ -14,7 +14,7 @@ from typing import TypeVar
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.context import Context
 from tokenlake.core.engines.access import RecentMatches, Touches
-from tokenlake.core.report.account import Account
+from tokenlake.core.report.account import Account, Source
 from tokenlake.core.report.explain import Trail
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
@@ -311,12 +311,10 @@ class Grants:
             del lease.coming[index]
             session.coming -= 1
 
-    def item_arrived(
-        self, session: SessionGrants, lease: Lease, index: int, segment: Segment, *, from_disk: bool = False
-    ) -> None:
-        """Make the item at `index` local, because its segment arrived, from another node or from this node's disk. The
-        lease takes over the caller's pin of the segment."""
-        lease.account.arrived(index, from_disk=from_disk)
+    def item_arrived(self, session: SessionGrants, lease: Lease, index: int, segment: Segment, source: Source) -> None:
+        """Make the item at `index` local, because its segment arrived from `source`. The lease takes over the caller's
+        pin of the segment."""
+        lease.account.arrived(index, source)
         lease.segments[index] = segment
         lease.remotes[index] = None
         session.pinned += 1

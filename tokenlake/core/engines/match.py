@@ -25,10 +25,12 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
+from tokenlake.core.cold_reads import ColdReads
 from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.access import access_of_match, with_access
+from tokenlake.core.engines.found import Found
 from tokenlake.core.engines.grants import Grants, Lease, pack
-from tokenlake.core.engines.search import Found, Parts, Search
+from tokenlake.core.engines.search import Parts, Search
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.waiting import WaitingMatches
 from tokenlake.core.instructions import Answer
@@ -121,12 +123,13 @@ class Matches(Part):
         directory_node: DirectoryNode,
         waiting: WaitingMatches,
         explain: Explain,
+        cold: ColdReads,
     ) -> None:
         self._context = context
         self._grants = grants
         self._peers = peers
         self._explain = explain
-        self._parts = Parts(context, peers, directory_node, waiting)
+        self._parts = Parts(context, peers, directory_node, waiting, cold)
         self._under_way: dict[_Match, None] = {}
         self._match_seconds = context.counters.histogram(MATCH_SECONDS)
         self._wait_seconds = context.counters.histogram(WAIT_SECONDS)
@@ -248,7 +251,7 @@ class Matches(Part):
             known = result.access.known - hits
             other_layout = known < len(codes) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
             at = range(hits, keys) if result.places is None else result.places_missed(keys)
-            beyond = Beyond(codes, at, known, unheard.reason, other_layout)
+            beyond = Beyond(codes, at, known, unheard.reason, other_layout, match.found.slow)
             if not match.process.alive:
                 beyond = Beyond(bytes([Code.UNKNOWN]) * len(codes), at, 0, MissReason.UNREPORTED)
         elif result.silent:
@@ -274,9 +277,12 @@ class Matches(Part):
         trail.elsewhere = Counter(owner for owner in result.owners if owner is not None)
         for node in trail.elsewhere:
             if node == self._context.node:
-                trail.disks[node] = f"the disk of {node}"
+                names = ("the cold tier",) if match.found.cold else ()
+                trail.disks[node] = " and ".join([*([f"the disk of {node}"] if match.found.disk else ()), *names])
             elif node in match.found.disk_s:
                 trail.disks[node] = f"{node}, in part from its disk,"
+        if match.found.slow:
+            trail.slow = frozenset(match.keys[index] for index in match.found.slow)
         trail.silent, trail.unconnected = dict(unheard.silent), unheard.unconnected
         if lease is not None:
             lease.trail = trail

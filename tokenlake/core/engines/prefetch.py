@@ -8,6 +8,9 @@
                      | and what that node does not bring
                      v
                  `Survey`: the owners by the directory ---------------> transferred
+                     | and what no node has
+                     v
+                 the cold tier ----------------------------------------> read
                      | all have come, or were given up at their deadlines
                      v
                  pinned, if the caller says for how long; one code per key
@@ -144,7 +147,8 @@ class Prefetches(Part):
             then()
             return
         for node, indices in by_node.items():
-            predicted_s = self._transfers.predict_s(node, one.slot_bytes * len(indices))
+            keys = [one.keys[index] for index in indices]
+            predicted_s = self._transfers.predict_s(node, one.tenant, keys, one.slot_bytes)
             wanted: list[tuple[SegmentKey, int, OnArrival]] = [
                 (one.keys[index], one.first + index, partial(self._arrived, one, index, then)) for index in indices
             ]
@@ -156,6 +160,7 @@ class Prefetches(Part):
                 slot_bytes=one.slot_bytes,
                 shards=one.shards,
                 wait_s=min(MAX_DEADLINE_S, deadline_s(predicted_s)),
+                cold=True,
             )
 
     def _arrived(
@@ -174,7 +179,7 @@ class Prefetches(Part):
         failed = [index for index, code in enumerate(one.codes) if code in (Code.LOST, Code.BAD_CHECKSUM)]
         wanted = sorted({*unknown, *failed})
         if not wanted:
-            self._finish(one)
+            self._look_into_cold(one)
             return
 
         def take(owners: dict[SegmentKey, tuple[NodeId, ...]]) -> None:
@@ -185,9 +190,23 @@ class Prefetches(Part):
                 one.codes[index] = Code.LOST if nodes else Code.MISSING
                 if able:
                     by_node.setdefault(able[0], []).append(index)
-            self._bring(one, by_node, partial(self._finish, one))
+            self._bring(one, by_node, partial(self._look_into_cold, one))
 
         self._survey.find(one.tenant, [one.keys[index] for index in wanted], take)
+
+    def _look_into_cold(self, one: Prefetch) -> None:
+        """Read what no node has from the cold tier, if it is there."""
+        tier = self._transfers.cold.tier
+        missing = [index for index, code in enumerate(one.codes) if code == Code.MISSING]
+        if not missing or not tier.readable:
+            self._finish(one)
+            return
+
+        def take(found: list[bool]) -> None:
+            there = [index for index, each in zip(missing, found, strict=True) if each]
+            self._bring(one, {self._context.node: there}, partial(self._finish, one))
+
+        tier.look(one.tenant, one.slot_bytes, one.shards, [one.keys[index] for index in missing], take)
 
     def _finish(self, one: Prefetch) -> None:
         store, now = self._context.store, self._context.now

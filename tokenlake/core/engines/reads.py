@@ -26,9 +26,10 @@ from tokenlake.core.engines.access import Touches, with_access
 from tokenlake.core.engines.grants import Grants, Lease, pack
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.instructions import Answer
+from tokenlake.core.report.account import Source
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
-from tokenlake.memory import Kind, Segment
+from tokenlake.memory import Kind, PoolId, Segment
 from tokenlake.metrics import Metric
 from tokenlake.timers import Timer
 from tokenlake.wire import Code, engine
@@ -127,8 +128,8 @@ class LeaseReads:
                 break
         times = dict(lease.disk_s)
         if here in nodes:
-            nbytes = owners.count(nodes[here]) * process.session.slot_bytes
-            times[here] = self._transfers.disk_s(nbytes)
+            keys = [key for key, remote in zip(lease.keys, lease.remotes, strict=True) if remote == here]
+            times[here] = self._transfers.read_s(process.session.tenant, keys, process.session.slot_bytes)
         disk_s = tuple(times.get(node, 0.0) for node in nodes)
         located = engine.Located(request.id, tuple(nodes), bytes(owners), disk_s if any(disk_s) else ())
         self._context.emit(Answer(process.connection, located))
@@ -144,10 +145,14 @@ class LeaseReads:
 
     def release(self, process: Process, request: engine.Release) -> None:
         """Give back items of leases that a process does not read any more, and note what the engine took."""
-        leases = process.session.leases
+        session = process.session
+        leases = session.leases
         for number, start, stop, saved_s in request.took:
             if LeaseId(number) in leases:
                 leases[LeaseId(number)].account.took(start, stop, saved_s)
+                if saved_s and stop > start and session.segment_tokens:
+                    per_segment_s = saved_s * session.segment_tokens / (stop - start)
+                    self._transfers.cold.tier.computed(PoolId(session.tenant, session.slot_bytes), per_segment_s)
         for number in request.uncounted:
             if LeaseId(number) in leases:
                 leases[LeaseId(number)].account.counted = leases[LeaseId(number)].account.tail = 0
@@ -221,7 +226,11 @@ class LeaseReads:
         limit_s = fetch.request.deadline_s
         if not limit_s:
             size = fetch.process.session.slot_bytes
-            predicted = (self._transfers.predict_s(node, size * len(at)) for node, at in by_node.items())
+            keys, tenant = fetch.lease.keys, fetch.process.session.tenant
+            predicted = (
+                self._transfers.predict_s(node, tenant, [keys[index] for index in at], size)
+                for node, at in by_node.items()
+            )
             limit_s = deadline_s(
                 sum(predicted) + max((fetch.lease.disk_s.get(node, 0.0) for node in by_node), default=0)
             )
@@ -249,6 +258,7 @@ class LeaseReads:
                 request=fetch.request.request,
                 hints=lease.hints,
                 disk_s=lease.disk_s.get(node, 0.0),
+                cold=True,
             )
 
     def _arrived(self, fetch: _Fetch, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
@@ -258,7 +268,7 @@ class LeaseReads:
         self._grants.item_settled(session, lease, index)
         wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
         if segment is not None and wanted:
-            self._grants.item_arrived(session, lease, index, segment, from_disk=node == self._context.node)
+            self._grants.item_arrived(session, lease, index, segment, self._source(node, segment))
             if lease.trail is not None:
                 lease.trail.fetched += 1
         elif segment is not None:
@@ -280,6 +290,12 @@ class LeaseReads:
             self._ask_other_copies(fetch)
         if not fetch.awaited.total():
             self._answer(fetch)
+
+    def _source(self, node: NodeId, segment: Segment) -> Source:
+        """The source of a segment that came from `node`."""
+        if node != self._context.node:
+            return Source.FETCHED
+        return Source.DISK if segment.disk >= 0 else Source.COLD
 
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
         """Record that an item leased at `node` cannot be fetched from any node."""

@@ -9,6 +9,9 @@
        |  fetches from an owner fail: ask the other nodes that may have a copy
        |  an owner lacks a key between: ask the key's directory node, then the owner that it names
        v
+    ask the index of the cold tier for what is still missing; ask the directory nodes of those that it has
+       |  no other node has them, and reading them is cheaper than computing: they are read from there
+       v
     may the match wait, and is the first missing segment being computed or deferred, or a node silent?
        |  no                              yes: wait (`waiting`), then ask again
        v
@@ -33,7 +36,7 @@ directory nodes; the next ones ask each owner for the segments that it was named
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -41,11 +44,13 @@ from typing import NamedTuple
 
 from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.peers import Peers
-from tokenlake.core.context import Context, KnownAccess
+from tokenlake.core.cold_reads import ColdReads
+from tokenlake.core.context import Context
+from tokenlake.core.engines.found import Found
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.waiting import Wait, WaitingMatches
 from tokenlake.identity import NodeId, SegmentKey, TenantId
-from tokenlake.memory import Segment, State
+from tokenlake.memory import PoolId, State
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.match_deadline import match_deadline_s
@@ -63,57 +68,6 @@ _NO_COPY = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 """Codes by which a node answers a lookup of a segment of which it has no copy."""
 
 
-class Found:
-    """What one match has found so far, by index of the key in the prompt."""
-
-    __slots__ = ("accesses", "codes", "disk", "disk_s", "here", "leases", "owners", "segments", "silent")
-
-    def __init__(self, segments: list[Segment | None], here: NodeId, disk: Sequence[int] = ()) -> None:
-        """`segments`: the copy of this node for each key, pinned for the match; None where this node has none. `disk`:
-        the indices of the keys whose segments are on disk here, and not in memory."""
-        self.segments = segments
-        self.here = here
-        self.disk = list(disk)
-        self.accesses: list[KnownAccess] = []
-        """From each node that answered: the deepest segment of the prompt whose last access it knows, and that
-        access."""
-        self.forget_remote()
-
-    def forget_remote(self) -> None:
-        """Forget what is leased at other nodes, and which did not answer; the copies of this node stay."""
-        self.silent: list[NodeId] = []
-        """Nodes that did not answer a lookup, or have segments of the prompt and deliver none."""
-        self.codes = bytearray(_LOCAL if segment is not None else _UNKNOWN for segment in self.segments)
-        self.owners: list[NodeId | None] = [None] * len(self.segments)
-        """The other node where each segment is leased, this one for a segment on disk; None where there is none."""
-        for index in self.disk:
-            self.codes[index], self.owners[index] = _REMOTE, self.here
-        self.disk_s: dict[NodeId, float] = {}
-        """By node: the seconds that it takes to read segments that it leased from its disk, if there are such."""
-        self.leases: dict[NodeId, list[int]] = {}
-        """Ids of all leases that other nodes granted to this match, by node."""
-
-    def has(self, index: int) -> bool:
-        """True if the segment is on this node, or leased at another."""
-        return self.segments[index] is not None or self.owners[index] is not None
-
-    def missing(self) -> list[int]:
-        """Indices of the keys without a copy at this node, ascending."""
-        disk = frozenset(self.disk)
-        return [index for index, segment in enumerate(self.segments) if segment is None and index not in disk]
-
-    def prefix(self, limit: int) -> int:
-        """Returns how many of the first `limit` segments, up to the first missing one, are on this node or leased at
-        another."""
-        places = zip(self.segments[:limit], self.owners, strict=False)
-        gaps = (index for index, (segment, owner) in enumerate(places) if segment is None and owner is None)
-        return next(gaps, limit)
-
-    def places(self) -> list[int]:
-        """Indices of the segments that are on this node or leased at another, ascending."""
-        return [index for index in range(len(self.segments)) if self.has(index)]
-
-
 class Parts(NamedTuple):
     """The parts of a node's rules that a search asks."""
 
@@ -121,6 +75,7 @@ class Parts(NamedTuple):
     peers: Peers
     directory_node: DirectoryNode
     waiting: WaitingMatches
+    cold: ColdReads
 
 
 @dataclass(eq=False, slots=True)
@@ -204,6 +159,8 @@ class Search:
         self._rows: dict[int, _Row] = {}
         """The keys that this node lacked at the begin, by index, ascending."""
         self._unanswered: set[NodeId] = set()
+        self._cold: dict[int, None] | None = None
+        """The indices of the keys that the cold tier has and that are not taken yet; None before it was asked."""
         self._deadline = 0.0
         self._awaited = 0
         """Number of lookups that were sent and are not answered yet."""
@@ -224,6 +181,7 @@ class Search:
         directories = self._parts.peers.directory_nodes(packed)
         self._rows = {row.index: row for row in map(_Row, missing, keys, directories)}
         self._unanswered.clear()
+        self._cold = None
         self._deadline = self._context.now + self._limit_s
         self._state, self._hurries, self._rounds = _State.LOOKING, False, 0
         self._ask_own_directory()
@@ -245,14 +203,14 @@ class Search:
                 row.named = (here, owner)
 
     def _look_on(self) -> None:
-        """Send the lookups that follow from the answers so far. When there are none and no answer is awaited, wait for
-        a segment in flight, or end."""
+        """Send the lookups that follow from the answers so far. When there are none and no answer is awaited, ask the
+        cold tier, wait for a segment in flight, or end."""
         lookups = self._next_lookups() if self._context.now < self._deadline else {}
         if lookups:
             self._rounds += 1
             self._context.after(PART_OF_DEADLINE * self._limit_s, partial(self._hurry, self._deadline, self._rounds))
             self._send(lookups)
-        elif not self._awaited and not self._waits():
+        elif not self._awaited and not self._looks_into_cold() and not self._waits():
             self._end()
 
     def _hurry(self, deadline: float, number: int) -> None:
@@ -320,7 +278,7 @@ class Search:
             if owner is None and found.segments[row.index] is None:
                 owner = row.owner or self._other_copy(row)
                 if owner is None and row.answered:
-                    if independent:
+                    if independent or (self._cold is not None and row.index in self._cold):
                         continue
                     break
                 wanted.append((row, owner or nearest))
@@ -438,6 +396,57 @@ class Search:
             row.redirect = redirect
         return redirected
 
+    # -- the cold tier
+
+    def _looks_into_cold(self) -> bool:
+        """Ask the cold tier for the segments that are still missing or, once it has answered, take those that it has.
+        Returns False where neither helps."""
+        if self._cold is not None:
+            return self._take_cold()
+        cold, now = self._parts.cold.tier, self._context.now
+        first = 0 if self._request.independent else self._found.prefix(len(self._keys))
+        rows = [row for row in self._rows.values() if row.index >= first and not self._found.has(row.index)]
+        if not rows or now >= self._deadline or not cold.readable:
+            return False
+        self._awaited += 1
+        deadline = self._deadline
+
+        def heard(found: list[bool] | None) -> None:
+            nonlocal deadline
+            timer.cancel()
+            if deadline != self._deadline or self._state is not _State.LOOKING or self._cold is not None:
+                return
+            deadline = -1.0
+            self._awaited -= 1
+            has = (row.index for row, each in zip(rows, found or (), strict=False) if each)
+            self._cold = dict.fromkeys(has)
+            self._look_on()
+
+        limit_s = min(self._deadline - now, PART_OF_DEADLINE * self._limit_s)
+        timer = self._context.after(limit_s, partial(heard, None))
+        session = self._process.session
+        cold.look(self._tenant, session.slot_bytes, session.shards, [row.key for row in rows], heard)
+        return True
+
+    def _take_cold(self) -> bool:
+        """Take the segments of the cold tier that no other node has, if that is cheaper than computing them. Returns
+        whether there are any."""
+        found, cold = self._found, self._cold
+        assert cold is not None
+        self._cold = {}
+        wanted = [index for index in cold if not found.has(index)]
+        session = self._process.session
+        if not wanted or not self._parts.cold.tier.readable:
+            return False
+        if not self._parts.cold.pays(PoolId(self._tenant, session.slot_bytes), len(wanted)):
+            found.slow = frozenset(wanted)
+            return False
+        found.cold += wanted
+        for index in wanted:
+            found.owners[index], found.codes[index] = found.here, _REMOTE
+        self._look_on()
+        return True
+
     # -- waiting
 
     def _waits(self) -> bool:
@@ -540,8 +549,8 @@ class Search:
         return any(segment is not None for segment in arrived)
 
     def _leave_out_gone(self) -> None:
-        """Count as missing the copies of this node that were dropped for wrong bytes, and the segments that left the
-        disk, while other nodes were asked."""
+        """Count as missing the copies of this node that were dropped for wrong bytes, the segments that left the disk,
+        and those of a cold tier that went, while other nodes were asked."""
         found, disk = self._found, self._context.disk
         for index, segment in enumerate(found.segments):
             if segment is not None and segment.state is _GONE:
@@ -551,6 +560,10 @@ class Search:
         for index in [at for at in found.disk if disk.find(self._tenant, self._keys[at]) < 0]:
             found.disk.remove(index)
             found.owners[index], found.codes[index] = None, _MISSING
+        if found.cold and not self._parts.cold.tier.readable:
+            for index in found.cold:
+                found.owners[index], found.codes[index] = None, _MISSING
+            found.cold = []
 
     def _report_stale(self) -> None:
         """Tell the directory nodes which of the owners that they named have no copy of the segment, so that they ask

@@ -35,7 +35,7 @@ ASKED = Metric(
 SUPPLIED = Metric(
     "tokenlake_supplied_tokens_total",
     "Tokens that engines read from the pool, by source: `local` from this node's memory, `fetched` from another node, "
-    "`disk` from this node's disk, `shipped` used at the node that has them, by queries",
+    "`disk` from this node's disk, `cold` from the cold tier, `shipped` used at the node that has them, by queries",
     "tenant",
     "source",
 )
@@ -61,6 +61,7 @@ class Source(StrEnum):
     LOCAL = "local"
     FETCHED = "fetched"
     DISK = "disk"
+    COLD = "cold"
     SHIPPED = "shipped"
 
 
@@ -69,7 +70,7 @@ Lost = tuple[MissReason, str]
 Fate = Source | Lost
 
 _KNOWN: tuple[Fate | None, ...] = (None, *Source, (MissReason.SKIPPED, ""), (MissReason.UNREPORTED, ""))
-_OPEN, LOCAL, FETCHED, DISK, SHIPPED, SKIPPED, UNREPORTED = range(len(_KNOWN))
+_OPEN, LOCAL, FETCHED, DISK, COLD, SHIPPED, SKIPPED, UNREPORTED = range(len(_KNOWN))
 """Fates of most items, as bytes in `Account`; larger ones are indices of `Account._lost`. An item without a fate is
 open: it is neither read nor released."""
 MAX_FATES = 255
@@ -136,9 +137,9 @@ class Account:
         the seconds in which it would have computed those between; 0: unknown. A later call replaces an earlier one."""
         self.start, self.stop, self.saved_s = start, max(start, stop), saved_s
 
-    def arrived(self, index: int, *, from_disk: bool) -> None:
-        """The segment of an item came to this node's arena."""
-        self.sources[index] = DISK if from_disk else FETCHED
+    def arrived(self, index: int, source: Source) -> None:
+        """The segment of an item came to this node's arena from `source`."""
+        self.sources[index] = _KNOWN.index(source)
 
     def lose(self, index: int, reason: MissReason, detail: str) -> None:
         """An item cannot be read any more, or was released without being fetched."""
