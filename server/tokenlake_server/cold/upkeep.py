@@ -141,9 +141,14 @@ class Upkeep:
     def expire(self) -> int:
         """Delete objects that were not used for long, and the longest unused ones where the place is too full. Returns
         their number. Raises OSError."""
+        need = self._catalogue.index.totals.nbytes - int(LOW * self._size) if self._too_full else 0
+        return self.delete_oldest(need, self._keep_s)
+
+    def delete_oldest(self, nbytes: int, keep_s: float) -> int:
+        """Delete objects that were not used for `keep_s`, and further ones until `nbytes` are deleted, but at most
+        `MOST_EXPIRED` objects. Returns their number. Raises OSError."""
         index, minute = self._catalogue.index, self._catalogue.clock.minute()
-        need = index.totals.nbytes - int(LOW * self._size) if self._too_full else 0
-        names = index.oldest(need, max(0, minute - int(self._keep_s // 60)), minute)[:MOST_EXPIRED]
+        names = index.oldest(nbytes, max(0, minute - int(keep_s // 60)), minute)[:MOST_EXPIRED]
         before = self.expired
         for start in range(0, len(names), DELETED_AT_ONCE):
             if self.stopping or not self._gets_on():
