@@ -86,7 +86,8 @@ def busy() -> Cluster:
         if turn in (151, 153, 155):
             cluster.node((turn - 151) // 2).find_disk()
         if turn in (170, 190):
-            assert (port := cluster.node(0).cold) is not None
+            port = cluster.node(0).cold
+            assert port is not None
             port.gone()
             port.back()
         if turn == 290:

@@ -20,8 +20,8 @@ from tokenlake.core.cluster.owner import Ownership
 from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cluster.serve import Serving
 from tokenlake.core.cluster.transfers import Transfers
+from tokenlake.core.engines.found import Found
 from tokenlake.core.engines.grants import Grants, SessionGrants, Write
-from tokenlake.core.engines.search import Found
 from tokenlake.core.engines.sessions import Sessions
 from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.instructions import AbortFetch

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tokenlake.core import events
 from tokenlake.core.checks import Checks
@@ -16,6 +15,7 @@ from tokenlake.core.cluster.directory_node import DirectoryNode
 from tokenlake.core.cluster.drain import Drain
 from tokenlake.core.cluster.handover import HANDED_OVER, Handover
 from tokenlake.core.cluster.learned import Learned
+from tokenlake.core.cluster.members import MemberState, members_of
 from tokenlake.core.cluster.owner import DUPLICATES, Ownership
 from tokenlake.core.cluster.peers import Peer, Peers
 from tokenlake.core.cluster.ring_change import RingChange
@@ -60,7 +60,6 @@ from tokenlake.directory.ring_record import RingRecord
 from tokenlake.disk.slab import SlabUse
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import ConnectionId, Incarnation, NodeId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.location import Location
 from tokenlake.memory import Kind, Segment, SegmentStore, State
 from tokenlake.memory.vacancy import Vacancy
 from tokenlake.metrics import Counters, Level
@@ -81,21 +80,6 @@ class HandlerFailed(RuntimeError):
         """`event`: name of the type of the event. `instructions`: those that the driver still has to carry out."""
         super().__init__(f"the rules failed on an event of type {event}")
         self.instructions = list(instructions)
-
-
-class MemberState(NamedTuple):
-    """The state of one member of the cluster."""
-
-    node: NodeId
-    usable: bool
-    """False: no call can be sent to it now."""
-    draining: bool
-    load: float
-    """Bytes per second that it sends to engines of other nodes."""
-    free: float
-    """Share of its memory that is free, as it reported last."""
-    location: Location
-    """Its location, as it told when it connected last."""
 
 
 class NodeCore:
@@ -324,21 +308,7 @@ class NodeCore:
 
     def members(self) -> list[MemberState]:
         """The state of each member of the cluster as this node knows it, itself included, by name."""
-        context = self._context
-        load, free = context.load(), context.vacancy().free_share
-        here = MemberState(context.node, True, context.draining, load, free, context.config.location)
-        others = [
-            MemberState(
-                each.node,
-                each.usable,
-                each.draining,
-                self._peers.load(each.node),
-                each.vacancy.free_share,
-                each.location,
-            )
-            for each in self._peers
-        ]
-        return sorted([here, *others])
+        return members_of(self._context, self._peers)
 
     def recent_requests(self) -> list[RecentRequest]:
         """The newest requests of this node, the oldest first."""

@@ -102,7 +102,8 @@ class Seen(NamedTuple):
 class Catalogue:
     """Used by one thread, but for `index`, which is thread-safe. All methods raise OSError where the place fails."""
 
-    def __init__(self, objects: Objects, index: Index, clock: Clock) -> None:
+    def __init__(self, objects: Objects, index: Index, clock: Clock, merge_s: float = MERGE_S) -> None:
+        """`merge_s`: time after which journals are merged, however few they are."""
         self.index = index
         self.clock = clock
         self.writer = secrets.token_hex(8)
@@ -113,6 +114,7 @@ class Catalogue:
         self.fresh_at = 0.0
         """Of `time.monotonic`: when the last poll began that read everything; 0 before the first one."""
         self._objects = objects
+        self._merge_s = merge_s
         self._tables: dict[str, Entries] = {}
         self._journals: dict[str, Entries] = {}
         self._unfit: set[str] = set()
@@ -135,13 +137,17 @@ class Catalogue:
         path = f"{JOURNALS}/{self.clock.minute():08x}-{self.writer}-{self._sequence:06x}"
         began = self.clock.local()
         try:
-            write_whole(self._objects, path, pack_part(Part(self.writer, entries), self.index.kinds))
+            self._write(path, entries)
         except BaseException:
             self.index.give_back(entries)
             raise
         self._said_at = now
         self._journals[path] = entries
         self._written_at = (path, began)
+
+    def _write(self, path: str, entries: Entries) -> None:
+        parts = pack_part(Part(self.writer, entries), self.index.kinds)
+        self._objects.write(path, iter(parts), sum(map(len, parts)))
 
     # -- polls
 
@@ -247,7 +253,7 @@ class Catalogue:
             # A merge would drop the tables that cannot be read, and this machine may only see them late.
             return False
         first = int(waiting[0].rpartition("/")[2][:8], 16) * 60
-        return len(waiting) >= MERGE_JOURNALS or self.clock.seconds() - first > MERGE_S
+        return len(waiting) >= MERGE_JOURNALS or self.clock.seconds() - first > self._merge_s
 
     def merge(self, keep_erased_s: float) -> bool:
         """Merge the journals into a table and name it in a new root. Other writers may do the same at that time; False
@@ -265,7 +271,7 @@ class Catalogue:
         written = []
         if len(merged.shorts):
             table = TableName(f"{TABLES}/{secrets.token_hex(8)}", len(merged.shorts))
-            write_whole(self._objects, table.path, pack_part(Part(self.writer, merged), self.index.kinds))
+            self._write(table.path, merged)
             written = [(table, merged)]
         there = self._listed(JOURNALS, MAX_JOURNALS)
         done = {path: at for path, at in before.merged.items() if path in there} | dict.fromkeys(names, minute)

@@ -25,6 +25,7 @@ from tokenlake_server.cold.records import (
     Minute,
     combined,
     objects_of,
+    places_in,
 )
 from tokenlake_server.cold.sealed import object_bytes
 
@@ -103,7 +104,7 @@ class Index:
         minutes = np.zeros(len(shorts), np.uint32)
         open_ = np.ones(len(shorts), bool)
         for table in self._tables:
-            at, there = _places(table, shorts)
+            at, there = places_in(table, shorts)
             there &= open_
             kinds[there], minutes[there] = table.kinds[at[there]], table.minutes[at[there]]
             open_ &= ~there
@@ -199,7 +200,7 @@ class Index:
                 piece = part.cut(start, start + _CHUNK)
                 there = objects_of(piece)
                 for newer in parts[:number]:
-                    there &= ~_places(newer, piece.shorts)[1]
+                    there &= ~places_in(newer, piece.shorts)[1]
                 yield piece.take(there)
 
     def of_folder(self, folder: int) -> Entries:
@@ -272,14 +273,6 @@ def _changes(entries: Entries) -> dict[int, Change]:
     return dict(zip(entries.shorts.tolist(), pairs, strict=True))
 
 
-def _places(table: Entries, shorts: Shorts) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """The places of names in a table, and which of the names it has."""
-    if not len(table.shorts):
-        return np.zeros(len(shorts), np.intp), np.zeros(len(shorts), bool)
-    at = np.minimum(np.searchsorted(table.shorts, shorts), len(table.shorts) - 1)
-    return at, np.asarray(table.shorts[at] == shorts)
-
-
 def _totals(tables: tuple[Entries, ...], kinds: Kinds) -> Totals:
     counts = np.zeros(1 << 16, np.int64)
     for number, table in enumerate(tables):
@@ -287,7 +280,7 @@ def _totals(tables: tuple[Entries, ...], kinds: Kinds) -> Totals:
             counts += np.bincount(table.kinds[start : start + _CHUNK], minlength=1 << 16)
         hidden = np.zeros(0, np.intp)
         for newer in tables[:number]:
-            at, there = _places(table, newer.shorts)
+            at, there = places_in(table, newer.shorts)
             hidden = np.union1d(hidden, at[there])
         if len(hidden):
             counts -= np.bincount(table.kinds[hidden], minlength=1 << 16)

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from tokenlake_server.cold.base import Missing, Objects, Unfit, read_whole, write_whole
 
 PROBES = "probe"
-PROBE_BYTES = 8 << 20
-"""Bytes of each object of a probe, of which there are as many as threads that read."""
 SMALL_BYTES = 4096
 WEIGHT = 0.1
 """Weight of a new measurement."""
@@ -32,10 +30,11 @@ class Measured(NamedTuple):
     write_bytes_per_s: float
 
 
-def probed(objects: Objects, threads: int) -> Measured:
-    """Write objects, read them back, compare and delete them. Raises OSError, with EIO where the bytes differ."""
+def probed(objects: Objects, threads: int, nbytes: int) -> Measured:
+    """Write objects of `nbytes` in so many threads, read them back, compare and delete them. Raises OSError, with EIO
+    where the bytes differ."""
     name = secrets.token_hex(8)
-    data = os.urandom(PROBE_BYTES)
+    data = os.urandom(nbytes)
     paths = [f"{PROBES}/{name}-{number}" for number in range(threads)]
 
     def read(path: str, expected: bytes) -> float:
@@ -58,7 +57,7 @@ def probed(objects: Objects, threads: int) -> Measured:
         latency = sorted(read(paths[0], data[:SMALL_BYTES]) for _ in range(3))[1]
     finally:
         objects.delete(paths)
-    moved = threads * PROBE_BYTES
+    moved = threads * nbytes
     return Measured(latency, moved / max(ended - written, 1e-9), moved / max(written - started, 1e-9))
 
 

@@ -37,6 +37,7 @@ REMOVED = 0xFFFF
 """Kind of a name whose object was removed."""
 ERASED = 0xFFFE
 """Kind of a name whose object an operator evicted: one that turns up without a later entry is removed."""
+UNKNOWN = 0xFFFD
 _MAGIC = b"tlindex1"
 _ROOT_MAGIC = b"tlroot01"
 _DIGEST_BYTES = 16
@@ -102,15 +103,15 @@ class Kinds:
         return number
 
     def known(self, kind: Kind) -> int:
-        """The number of a kind, or `REMOVED`, which no object has."""
-        return self._numbers.get(kind, REMOVED)
+        """The number of a kind, or `UNKNOWN`, which no entry has."""
+        return self._numbers.get(kind, UNKNOWN)
 
 
 class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     count: Annotated[int, Meta(ge=0, le=MAX_ENTRIES)]
     writer: Annotated[str, Meta(max_length=64)]
     kinds: Annotated[
-        list[tuple[Annotated[int, Meta(ge=0, lt=1 << 63)], Annotated[int, Meta(ge=1, le=MOST_SLOT_BYTES)]]],
+        list[tuple[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)], Annotated[int, Meta(ge=1, le=MOST_SLOT_BYTES)]]],
         Meta(max_length=MAX_KINDS),
     ]
 
@@ -127,8 +128,8 @@ def most_bytes(entries: int) -> int:
     return _START + _LENGTH.size + MAX_HEAD + entries * ENTRY_BYTES
 
 
-def pack_part(part: Part, kinds: Kinds) -> bytes:
-    """A journal or table as an object."""
+def pack_part(part: Part, kinds: Kinds) -> list[memoryview]:
+    """The parts of the object of a journal or table."""
     entries = part.entries
     used = np.unique(entries.kinds[entries.kinds < ERASED])
     local = np.full(1 << 16, REMOVED, np.uint16)
@@ -136,16 +137,15 @@ def pack_part(part: Part, kinds: Kinds) -> bytes:
     local[ERASED] = ERASED
     named = [tuple(kinds.all[number]) for number in used.tolist()]
     head = msgspec.msgpack.encode(_Head(len(entries.shorts), part.writer, named))
-    body = b"".join(
-        (
-            _LENGTH.pack(len(head)),
-            head,
-            entries.shorts.astype("<u8").tobytes(),
-            local[entries.kinds].astype("<u2").tobytes(),
-            entries.minutes.astype("<u4").tobytes(),
-        )
-    )
-    return _MAGIC + _digest(body) + body
+    body = [
+        memoryview(_LENGTH.pack(len(head)) + head),
+        *(
+            memoryview(np.ascontiguousarray(column, form).view(np.uint8).data)
+            for column, form in ((entries.shorts, "<u8"), (local[entries.kinds], "<u2"), (entries.minutes, "<u4"))
+            if len(column)
+        ),
+    ]
+    return [memoryview(_MAGIC + _digest(*body)), *body]
 
 
 def read_part(data: memoryview, kinds: Kinds) -> Part:
@@ -189,9 +189,9 @@ class TableName(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fie
 class Root(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The tables that count, the newest first, and the journals whose entries they have."""
 
-    sequence: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
+    sequence: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
     tables: Annotated[tuple[TableName, ...], Meta(max_length=64)] = ()
-    merged: Annotated[dict[str, Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=1 << 15)] = {}
+    merged: Annotated[dict[str, Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]], Meta(max_length=1 << 15)] = {}
     """By the path of a journal, the minute of its merge."""
     merger: Annotated[str, Meta(max_length=64)] = ""
 
@@ -218,25 +218,41 @@ def read_root(data: memoryview) -> Root:
     return root
 
 
+def places_in(entries: Entries, shorts: Shorts) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """For each name the place where it is in `entries` or would be inserted, and whether it is there."""
+    at = np.searchsorted(entries.shorts, shorts)
+    if not len(entries.shorts):
+        return at, np.zeros(len(shorts), bool)
+    return at, np.asarray(entries.shorts[np.minimum(at, len(entries.shorts) - 1)] == shorts)
+
+
 def combined(parts: Sequence[Entries]) -> Entries:
     """The entries of several parts, the newest part first: of each name that of the last minute, of equal ones a
     removal before an object, and then that of the newest part."""
-    filled = [part for part in parts if len(part.shorts)]
-    if len(filled) <= 1:
-        return filled[0] if filled else NO_ENTRIES
-    shorts = np.concatenate([part.shorts for part in filled])
-    kinds = np.concatenate([part.kinds for part in filled])
-    minutes = np.concatenate([part.minutes for part in filled])
-    # The last of the equal names stays: in order of the minute, then of removals, then of the age of the part.
-    age = np.repeat(np.arange(len(filled))[::-1], [len(part.shorts) for part in filled])
-    weight = minutes.astype(np.uint64) << np.uint64(16) | (kinds >= ERASED).astype(np.uint64) << np.uint64(15)
-    order = np.lexsort((weight | age.astype(np.uint64), shorts))
-    last = np.empty(len(order), bool)
-    last[-1] = True
-    ordered = shorts[order]
-    last[:-1] = ordered[1:] != ordered[:-1]
-    kept = order[last]
-    return Entries(shorts[kept], kinds[kept], minutes[kept])
+    whole = NO_ENTRIES
+    for older in parts:
+        whole = _over(whole, older)
+    return whole
+
+
+def _over(newer: Entries, older: Entries) -> Entries:
+    """The entries of two parts. In time that is linear in their length: the older one may have millions."""
+    if not len(newer.shorts) or not len(older.shorts):
+        return newer if len(newer.shorts) else older
+    at, there = places_in(older, newer.shorts)
+    both = at[there]
+    wins = newer.minutes[there] > older.minutes[both]
+    same = newer.minutes[there] == older.minutes[both]
+    wins |= same & ((newer.kinds[there] >= ERASED) | (older.kinds[both] < ERASED))
+    kinds, minutes = older.kinds.copy(), older.minutes.copy()
+    kinds[both[wins]] = newer.kinds[there][wins]
+    minutes[both[wins]] = newer.minutes[there][wins]
+    new = ~there
+    return Entries(
+        np.insert(older.shorts, at[new], newer.shorts[new]),
+        np.insert(kinds, at[new], newer.kinds[new]),
+        np.insert(minutes, at[new], newer.minutes[new]),
+    )
 
 
 def objects_of(entries: Entries) -> NDArray[np.bool_]:
@@ -244,5 +260,8 @@ def objects_of(entries: Entries) -> NDArray[np.bool_]:
     return np.asarray(entries.kinds < ERASED)
 
 
-def _digest(body: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+def _digest(*parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

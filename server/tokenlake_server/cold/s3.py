@@ -53,7 +53,7 @@ class S3Objects:
             )
 
     def read(self, path: str) -> _StreamReader:
-        with _as_os_error(path):
+        with _as_os_error(read=path):
             found = obstore.get(self._store, path)
             return _StreamReader(found.stream(min_chunk_size=STREAM_BYTES), found.meta["size"])
 
@@ -63,7 +63,7 @@ class S3Objects:
         for part in parts:
             room[at : at + len(part)] = part
             at += len(part)
-        with _as_os_error(path):
+        with _as_os_error():
             obstore.put(self._store, path, room, use_multipart=nbytes > PART_BYTES, chunk_size=PART_BYTES)
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class S3Objects:
 
     def list(self, folder: str) -> Iterator[Listed]:
         count = 0
-        with _as_os_error(folder):
+        with _as_os_error():
             for some in obstore.list(self._store, f"{folder}/"):
                 for each in some:
                     count += 1
@@ -114,12 +114,15 @@ class _StreamReader:
 
 
 @contextlib.contextmanager
-def _as_os_error(path: str = "") -> Iterator[None]:
-    """Raise OSError in place of obstore's errors, and `Missing` for an object that is not there."""
+def _as_os_error(*, read: str = "") -> Iterator[None]:
+    """Raise OSError in place of obstore's errors. `read`: the path of an object that is read: `Missing` where it is not
+    there."""
     try:
         yield
-    except FileNotFoundError:
-        raise Missing(path) from None
+    except FileNotFoundError as error:
+        if read:
+            raise Missing(read) from None
+        raise OSError(errno.ENOENT, _first_line(error)) from None
     except (BaseError, ValueError) as error:
         raise OSError(errno.EIO, _first_line(error)) from None
 

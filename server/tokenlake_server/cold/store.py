@@ -480,9 +480,9 @@ class ColdStore:
         self._at_place()
         place = self._open_place()
         try:
-            measured = probed(place, READERS)
+            measured = probed(place, READERS, self._patience.probe_bytes)
             clock = Clock(self._clock)
-            catalogue = Catalogue(place, self.index, clock)
+            catalogue = Catalogue(place, self.index, clock, self._patience.merge_s)
             catalogue.flush()
             catalogue.poll()
         except BaseException:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenlake_server.cold.catalogue import Catalogue
+from tokenlake_server.cold.catalogue import MERGE_S, Catalogue
 from tokenlake_server.cold.names import FOLDERS, paths_of
 from tokenlake_server.cold.places import Place
 from tokenlake_server.cold.records import ERASED
@@ -40,7 +40,11 @@ class Patience:
     """Time without writes where the place had no space."""
     scan_s: float = 300.0
     """Interval at which one folder is listed: all of them in about a day."""
+    merge_s: float = MERGE_S
+    """Time after which journals are merged, however few they are."""
     close_s: float = 5.0
+    probe_bytes: int = 8 << 20
+    """Bytes of each object by which the place is measured, one for each thread that reads."""
 
 
 PATIENCE = Patience()
@@ -115,11 +119,11 @@ class Upkeep:
         now = time.monotonic()
         if self.stopping:
             return
-        if self._catalogue.due() and self._gets_on():
-            merged = self._catalogue.merge(self._keep_s)
-            if merged and (now >= self._next_age or self._too_full):
-                self._next_age = now + min(3600.0, self._keep_s / 24)
-                self.expire()
+        merged = self._catalogue.due() and self._gets_on() and self._catalogue.merge(self._keep_s)
+        # One writer looks for old objects: that of the merge. Where the place is too full, several may delete the same.
+        if self._too_full or (merged and now >= self._next_age):
+            self._next_age = now + min(3600.0, self._keep_s / 24)
+            self.expire()
         if now >= self._next_scan and self._gets_on():
             self._next_scan = now + random.uniform(0.5, 1.5) * self._patience.scan_s
             self.scan(random.randrange(FOLDERS))
@@ -137,9 +141,14 @@ class Upkeep:
     def expire(self) -> int:
         """Delete objects that were not used for long, and the longest unused ones where the place is too full. Returns
         their number. Raises OSError."""
+        need = self._catalogue.index.totals.nbytes - int(LOW * self._size) if self._too_full else 0
+        return self.delete_oldest(need, self._keep_s)
+
+    def delete_oldest(self, nbytes: int, keep_s: float) -> int:
+        """Delete objects that were not used for `keep_s`, and further ones until `nbytes` are deleted, but at most
+        `MOST_EXPIRED` objects. Returns their number. Raises OSError."""
         index, minute = self._catalogue.index, self._catalogue.clock.minute()
-        need = index.totals.nbytes - int(LOW * self._size) if self._too_full else 0
-        names = index.oldest(need, max(0, minute - int(self._keep_s // 60)), minute)[:MOST_EXPIRED]
+        names = index.oldest(nbytes, max(0, minute - int(keep_s // 60)), minute)[:MOST_EXPIRED]
         before = self.expired
         for start in range(0, len(names), DELETED_AT_ONCE):
             if self.stopping or not self._gets_on():

@@ -10,9 +10,9 @@ from functools import partial
 
 from tokenlake.config import Tenant
 from tokenlake.core import events
+from tokenlake.core.cluster.members import MemberState
 from tokenlake.core.engines.survey import MAX_LOCATED
 from tokenlake.core.instructions import Located, PrefetchDone, UnpinDone
-from tokenlake.core.node import MemberState
 from tokenlake.errors import ConfigurationError, LayoutRefused, LimitReached
 from tokenlake.hints import MAX_PIN_S
 from tokenlake.identity import NodeId, SegmentKey

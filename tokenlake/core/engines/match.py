@@ -28,8 +28,9 @@ from tokenlake.core.cluster.peers import Peers
 from tokenlake.core.cold_reads import ColdReads
 from tokenlake.core.context import Context, Part
 from tokenlake.core.engines.access import access_of_match, with_access
+from tokenlake.core.engines.found import Found
 from tokenlake.core.engines.grants import Grants, Lease, pack
-from tokenlake.core.engines.search import Found, Parts, Search
+from tokenlake.core.engines.search import Parts, Search
 from tokenlake.core.engines.sessions import Process
 from tokenlake.core.engines.waiting import WaitingMatches
 from tokenlake.core.instructions import Answer
@@ -250,7 +251,7 @@ class Matches(Part):
             known = result.access.known - hits
             other_layout = known < len(codes) and only_other_layouts(self._context.store, tenant, session.slot_bytes)
             at = range(hits, keys) if result.places is None else result.places_missed(keys)
-            beyond = Beyond(codes, at, known, unheard.reason, other_layout)
+            beyond = Beyond(codes, at, known, unheard.reason, other_layout, match.found.slow)
             if not match.process.alive:
                 beyond = Beyond(bytes([Code.UNKNOWN]) * len(codes), at, 0, MissReason.UNREPORTED)
         elif result.silent:
@@ -280,6 +281,8 @@ class Matches(Part):
                 trail.disks[node] = " and ".join([*([f"the disk of {node}"] if match.found.disk else ()), *names])
             elif node in match.found.disk_s:
                 trail.disks[node] = f"{node}, in part from its disk,"
+        if match.found.slow:
+            trail.slow = frozenset(match.keys[index] for index in match.found.slow)
         trail.silent, trail.unconnected = dict(unheard.silent), unheard.unconnected
         if lease is not None:
             lease.trail = trail

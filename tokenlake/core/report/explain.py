@@ -70,6 +70,8 @@ class Trail:
     missing: list[SegmentKey] = field(default_factory=list)
     """Keys of the prompt's segments that no node had (code MISSING), at most the first `MAX_MISSING`. `Explain` asks
     directory nodes how these segments left the pool."""
+    slow: frozenset[SegmentKey] = frozenset()
+    """Those of the `missing` that are in the cold tier and cheaper to compute."""
     elsewhere: dict[NodeId, int] = field(default_factory=dict)
     """Number of hits of the match that are leased at each other node."""
     disks: dict[NodeId, str] = field(default_factory=dict)
@@ -89,9 +91,9 @@ class Trail:
 
     @property
     def charged_keys(self) -> int:
-        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, and its other codes at one key per
-        32, those of hits three times."""
-        return len(self.missing) + (len(self.account.beyond.codes) + 3 * self.hits) // KEY_BYTES
+        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, the `slow` ones of them twice, and its
+        other codes at one key per 32, those of hits three times."""
+        return len(self.missing) + len(self.slow) + (len(self.account.beyond.codes) + 3 * self.hits) // KEY_BYTES
 
     def not_fetched(self, node: NodeId) -> Lost:
         """Why a hit at `node` was given back without being fetched."""
@@ -358,7 +360,11 @@ class Explain(Part):
         trail, removals = question.trail, question.removals
         reasons: list[Count] = []
         by_rule: dict[tuple[str, str], list[SegmentKey]] = {}
-        for key in weights.missing:
+        slow = [key for key in weights.missing if key in trail.slow]
+        if slow:
+            reasons.append((MissReason.SKIPPED, "computing it was faster than the cold tier", weights.of_keys(slow)))
+        missing = [key for key in weights.missing if key not in trail.slow]
+        for key in missing:
             if key in removals:
                 by_rule.setdefault(removals[key][:2], []).append(key)
         for (rule, node), keys in by_rule.items():
@@ -366,7 +372,7 @@ class Explain(Part):
             if any(removals[key][3] for key in keys):
                 detail += f", unused for {_span([removals[key][3] for key in keys])}"
             reasons.append((MissReason.EVICTED, detail, weights.of_keys(keys)))
-        unknown = [key for key in weights.missing if key not in removals]
+        unknown = [key for key in missing if key not in removals]
         by_node = dict(self._peers.by_directory_node(unknown))
         silent = {node: by_node.pop(node) for node in question.silent if node in by_node}
         if by_node:

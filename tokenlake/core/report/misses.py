@@ -32,6 +32,7 @@ GAPS = (
     MissReason.TOO_SLOW,
     MissReason.UNREACHABLE,
     MissReason.UNKNOWN,
+    MissReason.SKIPPED,
 )
 """The reasons that the first segment of a gap can have."""
 _FOUND = (Code.LOCAL, Code.REMOTE)
@@ -75,6 +76,22 @@ class Beyond(NamedTuple):
     """The reason for segments with the code UNKNOWN."""
     other_layout: bool = False
     """The tenant has only segments of other layouts on this node."""
+    slow: frozenset[int] = frozenset()
+    """Indices of the keys of those MISSING that are in the cold tier and cheaper to compute."""
+
+    def reason_at(self, at: int) -> MissReason:
+        """The reason why the segment at index `at` of them is no hit."""
+        code = self.codes[at]
+        if code != _MISSING:
+            return reason_of(code, self.codes[0], self.unknown)
+        if self.slow and self.places[at] in self.slow:
+            return MissReason.SKIPPED
+        return _EVICTED if at < self.known else self.new
+
+    @property
+    def new(self) -> MissReason:
+        """The reason for segments that were never accessed."""
+        return _OTHER_LAYOUT if self.other_layout else _NEVER_STORED
 
 
 def unheard_nodes(peers: Peers, silent: tuple[NodeId, ...], beyond: bytes) -> UnheardNodes:
@@ -123,9 +140,7 @@ def missed_beyond(
     """Returns the tokens that a match missed, by reason, and the reason of the first gap. `tokens`: number of tokens of
     a segment. `first`, `end`: the range of the segments that count, not empty. `had`, `short`: numbers of tokens of the
     first and of the last of them that do not count."""
-    codes, known = beyond.codes, beyond.known
-    new = _OTHER_LAYOUT if beyond.other_layout else _NEVER_STORED
-    cause = reason_of(codes[0], codes[0], beyond.unknown) if codes[0] != _MISSING else _EVICTED if known else new
+    codes, known, new = beyond.codes, beyond.known, beyond.new
     counted: dict[MissReason, int] = {}
     evicted, missing = codes.count(_MISSING, first, max(first, min(known, end))), codes.count(_MISSING, first, end)
     counted[_EVICTED], counted[new] = evicted * tokens, (missing - evicted) * tokens
@@ -133,11 +148,13 @@ def missed_beyond(
         if code != _MISSING:
             reason = reason_of(code, codes[0], beyond.unknown)
             counted[reason] = counted.get(reason, 0) + codes.count(code, first, end) * tokens
+    for at in range(first, end) if beyond.slow else ():
+        if codes[at] == _MISSING and beyond.places[at] in beyond.slow:
+            counted[_EVICTED if at < known else new] -= tokens
+            counted[MissReason.SKIPPED] = counted.get(MissReason.SKIPPED, 0) + tokens
     for at, less in ((first, had), (end - 1, short)):
-        code = codes[at]
-        reason = reason_of(code, codes[0], beyond.unknown) if code != _MISSING else _EVICTED if at < known else new
-        counted[reason] -= less
-    return counted, cause
+        counted[beyond.reason_at(at)] -= less
+    return counted, beyond.reason_at(0)
 
 
 def count_beyond(

@@ -1,0 +1,1 @@
+"""The cold tier: objects, index, places, and their damage."""
