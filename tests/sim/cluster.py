@@ -161,6 +161,8 @@ class Cluster(World):
     def settle(self) -> None:
         """End all faults and all engines, let every deadline pass, and have every primary copy advertised again."""
         for node in self.nodes.values():
+            if node.kept is not None:
+                node.kept.ends, node.kept.dies_in = False, None
             node.thaw()
             node.speak()
             if node.core is None:

@@ -125,9 +125,9 @@ class KeptMemory:
             generations = self.node.arena.regions[region].generations
             packed = struct.pack(f"<{SLOTS}Q", *generations) if entry.slot_bytes else b""
             deliver(events.RegionKept(region, entry.nbytes, entry.tenant, entry.slot_bytes, packed))
-        found = [
-            self._passed(region, slot) for region, slot in sorted(self.records) if clean or self._sound(region, slot)
-        ]
+        for where in [where for where in self.records if not (clean or self._sound(*where))]:
+            del self.records[where]
+        found = [self._passed(*where) for where in sorted(self.records)]
         self.survivors = {number: each for number, each in self.survivors.items() if not each.dead}
         survivors = tuple((number, each.tenant) for number, each in self.survivors.items())
         kept = events.MemoryKept(self.node.incarnation - 1, self.next_region, survivors, unchecked=not clean)

@@ -165,7 +165,7 @@ def malformed(core: NodeCore, connection: int, node: str) -> Iterator[events.Eve
     for saying in _right_sayings():
         yield events.PeerSent(STRANGER, saying)
         yield events.PeerSent(core.config.node, saying)
-    given = core._context.next_id()
+    given = core._context._first_id
     yield events.Requested(connection, engine.Regrant(1, ((given, 1, 0, bytes(16)),), (), True))
     yield events.Requested(connection, engine.Regrant(1, (), ((given, bytes(16)),), True))
     yield from _wrong_replies(core)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from tests.profiles import examples
-from tests.sim.prompts import PROMPTS
+from tests.sim.engine import Reading, Storing
+from tests.sim.prompts import PROMPTS, prompt
 from tests.sim.test_cluster_machine import NODES, PAUSES, ClusterMachine, nodes, prompts
 from tokenlake.core import events
 from tokenlake.core.kept import DROPPED, KEPT
@@ -41,6 +42,8 @@ class KeptClusterMachine(ClusterMachine):
         self.cluster.watcher = self._watch
         for node in range(NODES):
             self.skew(node, 4)
+            self.cluster.join(node, "blue").store(prompt("blue", 2), 0, Storing())
+        self.cluster.run_for(0.1)
 
     def _watch(self, node: str, event: events.Event, orders: Any) -> None:
         if isinstance(event, events.Requested) and isinstance(event.message, wire.Regrant):
@@ -52,15 +55,34 @@ class KeptClusterMachine(ClusterMachine):
         left=st.integers(0, 6),
         seconds=st.sampled_from((0.0, 0.001, 0.03, 0.4)),
         returns=st.lists(RETURNS, min_size=4, max_size=4),
+        busy=st.integers(0, 3),
         pause=PAUSES,
     )
     def restart(
-        self, node: int, how: str, left: int, seconds: float, returns: list[float | None], pause: float
+        self,
+        node: int,
+        how: str,
+        left: int,
+        seconds: float,
+        returns: list[float | None],
+        busy: int,
+        pause: float,
     ) -> None:
-        """The daemon of a node ends and starts again."""
+        """The daemon of a node ends and starts again, mostly while engines read and write at it."""
         target = self.cluster.node(node)
         kept = target.kept
         assert kept is not None
+        for engine in [each for each in self.cluster.alive() if each.node is target and busy]:
+            here = (
+                [each.key for each in target.core.store.segments() if each.tenant == engine.tenant]
+                if target.core
+                else []
+            )
+            engine.read(here[:6], Reading(attach=busy > 1, hold_s=0.5, independent=True))
+            self.cluster.run_for(0.005)
+            new = prompt(f"restart {self.cluster.next_id()}", 2)
+            engine.store(new, 0, Storing(fill_s=0.3, shared=busy > 2))
+        self.cluster.run_for(0.005 * busy)
         if target.core is None or target.frozen:
             return
         for number, process in enumerate(kept.survivors.values()):
@@ -71,7 +93,14 @@ class KeptClusterMachine(ClusterMachine):
             target.crash()
         else:
             kept.dies_in = left
-        self.cluster.clock.after(seconds + 0.003, lambda: target.start() if target.core is None else None)
+
+        def start() -> None:
+            if target.core is None:
+                target.start()
+            elif kept.ends or kept.dies_in is not None:
+                self.cluster.clock.after(0.003, start)
+
+        self.cluster.clock.after(seconds + 0.003, start)
         self.cluster.run_for(pause)
 
     @rule(node=nodes, regions=st.integers(1, 4))
@@ -79,10 +108,10 @@ class KeptClusterMachine(ClusterMachine):
         """The next daemon of a node has another size of memory."""
         self.cluster.sizes[self.cluster.node(node).name] = regions
 
-    @rule(node=nodes, tenant=st.sampled_from(("red", "blue")), prompt=prompts, every=st.booleans(), pause=PAUSES)
-    def operator_evicts(self, node: int, tenant: str, prompt: int, every: bool, pause: float) -> None:
+    @rule(node=nodes, tenant=st.sampled_from(("red", "blue")), number=prompts, every=st.booleans(), pause=PAUSES)
+    def operator_evicts(self, node: int, tenant: str, number: int, every: bool, pause: float) -> None:
         """An operator evicts segments of a node."""
-        keys = b"" if every else join_keys(PROMPTS[prompt])
+        keys = b"" if every else join_keys(PROMPTS[number])
         self.cluster.node(node).deliver(events.EvictRequested(1, tenant, keys))
         self.cluster.run_for(pause)
 

@@ -84,4 +84,6 @@ def vacancy_of(regions: RegionAllocator, pools: Iterable[SlotPool], now: float) 
         if victim is not None:
             age = max(age, now - victim.touched)
             retention_value = min(retention_value, order.retention_value(victim, now))
-    return Vacancy(free / regions.total if regions.total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
+    # Memory beyond the node's own, which the daemon before had, is given back.
+    share = max(0, free - regions.excess) / regions.total if regions.total else 0.0
+    return Vacancy(share, min(MAX_SECONDS, max(0.0, age)), retention_value)
