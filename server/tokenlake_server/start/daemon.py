@@ -267,7 +267,7 @@ class Daemon:
         snapshot.streams = self.contents.streams()
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
-            *self.engines.gauges(),
+            *self.engines.layouts.gauges(),
             *self.senders.gauges(),
             *self.orders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
