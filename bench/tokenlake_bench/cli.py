@@ -217,14 +217,20 @@ def transfer(**arguments: Any) -> None:
 @bench.command("restart")
 @_option("--nodes", default=3, help="Daemons to start on this machine.")
 @_option("--requests", default=120, help="Requests before and after each restart.")
+@_option("--kept-memory", is_flag=True, help="Daemons whose memory outlives them, in place of a disk tier.")
+@_option("--memory", default="8GiB", help="With --kept-memory: the memory of the large node.")
 @_seed
 @_json
-def restart(**arguments: Any) -> None:
+def restart(kept_memory: bool, memory: str, **arguments: Any) -> None:
     """Restart daemons with a disk tier under load, and measure what they find again.
 
-    SIGTERM and kill -9 of each node in turn, then of all nodes at once. Every byte read is compared.
+    SIGTERM and kill -9 of each node in turn, then of all nodes at once. Every byte read is compared. With
+    --kept-memory: of one large node, and of each node in turn.
     """
-    _run("restart", "restart", arguments)
+    if kept_memory:
+        _run("kept_restart", "kept_restart", arguments | {"memory": memory})
+    else:
+        _run("restart", "restart", arguments)
 
 
 @bench.command("churn")

@@ -104,7 +104,7 @@ class RestartResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class _Conversations:
+class Conversations:
     """The requests of all engines: conversations that go on, or, while nothing is stored, repetitions of late
     requests. So a segment that the cluster has lost stays lost until `storing` is set again."""
 
@@ -145,7 +145,7 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
     cluster.give_disks()
     groups = ([[node] for node in cluster.nodes], [cluster.nodes])
     plan = [(signal, nodes) for chosen in groups for signal in ("SIGTERM", "SIGKILL") for nodes in chosen]
-    source, restarts = _Conversations(arguments.seed, arguments.nodes), list[Restart]()
+    source, restarts = Conversations(arguments.seed, arguments.nodes), list[Restart]()
     sockets = [node.socket for node in cluster.nodes]
     with (
         LiveProgress("restarts", len(plan)) as progress,
@@ -175,7 +175,7 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
 
 
 def _restart(
-    cluster: Cluster, load: Load, source: _Conversations, signal: str, nodes: Sequence[Node], requests: int
+    cluster: Cluster, load: Load, source: Conversations, signal: str, nodes: Sequence[Node], requests: int
 ) -> Restart:
     wrong = load.wrong_bytes
     before = load.next(requests)
@@ -228,7 +228,7 @@ class _Found:
     first_hit_s: float | None = None
 
 
-def _read(cluster: Cluster, source: _Conversations, node: Node, keys: Sequence[SegmentKey], began: float) -> _Found:
+def _read(cluster: Cluster, source: Conversations, node: Node, keys: Sequence[SegmentKey], began: float) -> _Found:
     """Read each of the segments at a node that starts, by itself, and compare its bytes. `began`: the time of the
     start."""
     found, left, until = _Found(), list(keys), time.monotonic() + PATIENCE_S

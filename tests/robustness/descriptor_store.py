@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenlake_server.kept.service_store import FIRST_DESCRIPTOR
 
-MOST = 256
+MOST = 1024
 SERVICE = "tests.robustness.descriptor_store"
 """The module that runs as the daemon: it takes the descriptors from the stand-in, and becomes the daemon."""
 ASKED = "TEST_DESCRIPTOR_STORE"

@@ -29,6 +29,7 @@ from tests.robustness.live import (
     wait_until,
 )
 from tests.server.scene import BLUE, RED, tenants
+from tokenlake.errors import TokenLakeError
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_server import keeper
@@ -77,11 +78,11 @@ def end(node: Node, how: str) -> None:
         assert node.stop() == 0
 
 
-def begin(cluster: Cluster, node: Node | None = None, module: str | None = None, **settings: str) -> None:
+def begin(running: Cluster, /, **settings: str) -> None:
     """Start it again, and wait until all that was kept is served."""
-    node = node or cluster.nodes[0]
-    node.start(module, **settings)
-    cluster.wait_ready()
+    node = running.nodes[0]
+    node.start(**settings)
+    running.wait_ready()
     wait_until(lambda: not total(node, "tokenlake_unchecked_segments"), "all segments are checked")
 
 
@@ -106,19 +107,18 @@ def test_all_segments_are_found_again(cluster: Cluster, how: str) -> None:
     node = cluster.nodes[0]
     with cluster.connect(0, LAYOUT) as pool:
         prompts = fill(pool)
-    for _ in range(2):
+    for turn in range(1, 3):
+        segments = total(node, "tokenlake_segments")
         end(node, how)
         begin(cluster)
-        assert total(node, "tokenlake_kept_segments_total") == SEGMENTS * PROMPTS
+        assert total(node, "tokenlake_kept_segments_total") == segments
         with cluster.connect(0, LAYOUT) as pool:
             assert found(pool, prompts) == SEGMENTS * PROMPTS
             # New segments get the other slots, and then those of kept segments.
-            prompts += fill(pool, 4, first=1000)
-            prompts = prompts[4:]
-            for seed in range(40):
-                store(pool, Prompt(2000 + seed, SEGMENTS))
+            new = fill(pool, 60, first=1000 * turn)[-PROMPTS:]
             assert found(pool, prompts) < SEGMENTS * PROMPTS
-            prompts = fill(pool, first=3000 + int(pool.link.incarnation % 1000) * 100)
+            assert found(pool, new) == SEGMENTS * PROMPTS
+            prompts = new
         wait_until(lambda: accounted(node), "every slot is free or has a segment")
 
 
@@ -182,17 +182,21 @@ def test_a_frozen_engine_blocks_its_tenant_alone(how: str, tmp_path: Path) -> No
                 wait_until(lambda: withheld(node, "blue") == 0, "nothing of the other tenant is blocked")
                 blocked = withheld(node, "red")
                 assert blocked > 0
-                codes = outcomes(store(pool, Prompt(3, 200), patience=0.0))
-                assert codes <= {Code.COMMITTED, Code.FULL, Code.QUOTA, Code.EXISTS, Code.SESSION_LIMIT}
+                store(pool, Prompt(3, 200), patience=0.0)
                 assert withheld(node, "red") == blocked, "no slot that the engine may use was given out"
                 assert read(pool, red) == SEGMENTS, "nor evicted"
                 engine.thaw()
                 assert engine.ask("compare") == {"wrong": 0, "hits": SEGMENTS}
-                engine.ask("fill")
-                assert set(engine.ask("commit")["codes"]) <= {Code.EXPIRED}
                 wait_until(lambda: total(node, "tokenlake_survivors") == 0, "it has returned")
+                returned(engine)
+                engine.ask("fill")
+                assert set(engine.ask("commit")["codes"]) == {Code.EXPIRED}
                 wait_until(lambda: withheld(node, "red") == 0, "its memory is free for others")
                 assert engine.ask("match", seed=1, segments=SEGMENTS)["wrong"] == 0
+
+
+def returned(engine: EngineProcess) -> None:
+    wait_until(lambda: bool(engine.ask("state")["connected"]), "connected again")
 
 
 def withheld(node: Node, tenant: str) -> float:
@@ -243,7 +247,8 @@ def test_wrong_bytes_are_found(one: Cluster, how: str) -> None:
         begin(one)
         back(pool)
         assert [read(pool, prompt) for prompt in prompts] == [3] * PROMPTS
-        assert f"{PROMPTS} were wrong" in node.log.read_text()
+        if how == "killed":
+            assert f"{PROMPTS} were wrong" in node.log.read_text()
         for prompt in prompts:
             store(pool, prompt)
         assert found(pool, prompts) == SEGMENTS * PROMPTS
@@ -256,7 +261,9 @@ def test_a_write_that_was_under_way_is_a_miss(one: Cluster) -> None:
         engine.ask("fill")
         node.kill()
         begin(one)
-        assert set(engine.ask("commit").get("codes", [Code.EXPIRED])) <= {Code.EXPIRED}
+        wait_until(lambda: total(node, "tokenlake_survivors") == 0, "it has returned")
+        returned(engine)
+        assert set(engine.ask("commit")["codes"]) == {Code.EXPIRED}
         with one.connect(0, LAYOUT) as pool:
             assert read(pool, Prompt(9, 3)) == 0
             assert outcomes(store(pool, Prompt(9, 3))) == {Code.COMMITTED}
@@ -380,13 +387,14 @@ def test_killed_in_each_phase(one: Cluster, phase: str) -> None:
             back(pool)
             node.terminate()
         if phase == "a region is cut":
-            with contextlib.suppress(Exception):
-                one.wait_ready()
+            with contextlib.suppress(TokenLakeError):
+                back(pool)
                 for seed in range(60):
                     store(pool, Prompt(500 + seed, SEGMENTS), patience=0.0)
         if phase == "a lock is made":
-            with contextlib.suppress(Exception):
-                one.connect(0, LAYOUT)
+            one.wait_ready()
+            with contextlib.suppress(TokenLakeError):
+                Pool.connect(node.socket, LAYOUT)
         status = node.process.wait(60)
         assert status == -signal.SIGKILL
         begin(one)
@@ -487,7 +495,7 @@ def test_the_store_of_the_service_manager_has_a_limit(tmp_path: Path) -> None:
         node = cluster.nodes[0]
         with cluster.connect(0, LAYOUT) as pool:
             prompts = fill(pool, 36)
-        assert kept.refused == 0
+            assert kept.refused == 0
         assert regions(kept) == 1
         node.kill()
         begin(cluster)

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,8 @@ async def test_a_part_that_fails_at_the_end_keeps_no_memory(tmp_path: Path, monk
     freed: list[bool] = []
 
     class WatchedArena(Arena):
-        def free_pages(self, kept: Mapping[int, Sequence[tuple[SlotRef, int]]]) -> None:
-            super().free_pages(kept)
+        def free_pages(self, kept: Mapping[int, Sequence[tuple[SlotRef, int]]], left: Collection[int] = ()) -> None:
+            super().free_pages(kept, left)
             freed.append(True)
 
     def ready(daemon: Daemon) -> None:

@@ -275,7 +275,7 @@ class Admin:
             raise ValueError("field 'weights_digest' is empty; expected the weights_digest of the engines' layout")
         check_name("digest", digest)
         sessions, sizes = await self._bridge.call(
-            lambda: (self._node.engines.retire(tenant, digest), self._node.engines.sizes(tenant, digest))
+            lambda: (self._node.engines.retire(tenant, digest), self._node.engines.layouts.sizes(tenant, digest))
         )
         # Recorded before anything is evicted: an engine of a daemon that is killed meanwhile is refused all the same.
         unrecorded = await self._bridge.coroutine(self._node.orders.save)

@@ -17,7 +17,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,10 +227,13 @@ class Arena:
         for place in places:
             _GENERATION.pack_into(self._regions[place.region].map, place.slot * GENERATION_BYTES, place.generation)
 
-    def free_pages(self, kept: Mapping[int, Sequence[tuple[SlotRef, int]]]) -> None:
-        """Give the memory of all regions back to the kernel, but not that of the slots `kept`: by region, in order of
-        slots, (slot, bytes of a slot). For the end of the daemon: engines may still read slots that they leased."""
+    def free_pages(self, kept: Mapping[int, Sequence[tuple[SlotRef, int]]], left: Collection[int] = ()) -> None:
+        """Give the memory of all regions back to the kernel, but not that of the regions `left`, and of the slots
+        `kept`: by region, in order of slots, (slot, bytes of a slot). For the end of the daemon: engines may still read
+        slots that they leased."""
         for number, region in self._regions.items():
+            if number in left:
+                continue
             spans = []
             for place, slot_bytes in kept.get(number, ()):
                 start = RegionShape(region.nbytes, slot_bytes).offset(place.slot)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Pro
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
 from tokenlake.layout import MAX_SHARDS
-from tokenlake.metrics import OTHERS, Level, Metric
 from tokenlake.opaque_layout import AnyLayout, understood
 from tokenlake.wire import engine
 from tokenlake.wire.frames import decode
@@ -29,6 +28,7 @@ from tokenlake_server.engines.connected_process import LOCK_S
 from tokenlake_server.engines.connection import EngineConnection, keys_over_limit
 from tokenlake_server.engines.contents import Contents
 from tokenlake_server.engines.kept_bytes import KeptBytes
+from tokenlake_server.engines.layouts import EngineLayouts
 from tokenlake_server.engines.local_socket import listen
 from tokenlake_server.engines.refused import EngineRefused, Reason, RefusedEngine, RefusedEngines, refused_for
 from tokenlake_server.engines.tenants import Tenants
@@ -51,19 +51,9 @@ MAX_UNPROVEN = 64
 ACCEPT_PAUSE_S = 0.5
 """Seconds until the next accept after one that failed, mostly because no descriptor was left. The listening socket
 stays readable then: without the pause the loop would spin."""
-MAX_LAYOUTS = 64
-"""Limit of the layouts of each tenant that are remembered for schedulers."""
 KEPT_VERSION = 2
 """The protocol version from which on a process may continue at the next daemon what it began at the one before."""
 RETIRED = "an operator said that the weights with this digest have changed in place: restart the engine"
-
-LAYOUT_PROCESSES = Metric(
-    "tokenlake_layout_processes",
-    "Connected processes of engines, by tenant and layout: the first eight digits of its fingerprint",
-    "tenant",
-    "layout",
-    kind="gauge",
-)
 
 ConnectQuery = Callable[[str, bytes], socket.socket]
 
@@ -109,9 +99,6 @@ class EngineListener:
         which they were accepted."""
         self._processes: Counter[str] = Counter()
         """Number of connections of each tenant whose `Hello` was accepted."""
-        self._of_layout: Counter[tuple[str, str]] = Counter()
-        """The same by tenant and layout (the first eight digits of its fingerprint), without the zeros, and without
-        those of the query engine."""
         self._sessions: Counter[int] = Counter()
         """Number of processes of each engine (session), without those of the query engine."""
         self._kept = KeptBytes(tenants.count)
@@ -125,8 +112,8 @@ class EngineListener:
         self._contents = contents
         self._refused = RefusedEngines(loop, driver.core.counters)
         self._without_memory = WithoutMemory(loop, driver.core.store, self._refused)
-        self._layouts: dict[str, OrderedDict[bytes, AnyLayout]] = {}
-        """The layouts of the engines that have connected, by tenant and fingerprint."""
+        self.layouts = EngineLayouts()
+        """The layouts of the engines that have connected, those of the query engine among them."""
         self._orders = orders
         self._keeper = kept
         self._lives: dict[int, tuple[int, int]] = {}
@@ -349,7 +336,7 @@ class EngineListener:
         except EngineRefused as refused:
             self._refuse(connection, message.id, refused)
             return
-        self._remember(connection.tenant, layout)
+        self.layouts.remember(connection.tenant, layout)
         self._no_longer_unproven(connection)
         self._count(connection, 1)
         resumed = None if survivor else self._resumed(connection)
@@ -392,39 +379,8 @@ class EngineListener:
         """Count `more` processes like that of the connection, whose `Hello` was accepted."""
         assert connection.layout is not None
         self._processes[connection.tenant] += more
-        if connection.query_engine:
-            return
-        at = connection.tenant, connection.layout.fingerprint()[:4].hex()
-        self._of_layout[at] += more
-        if not self._of_layout[at]:
-            del self._of_layout[at]
-
-    def _remember(self, tenant: str, layout: AnyLayout) -> None:
-        known = self._layouts.setdefault(tenant, OrderedDict())
-        fingerprint = bytes(layout.fingerprint())
-        known[fingerprint] = layout
-        known.move_to_end(fingerprint)
-        if len(known) > MAX_LAYOUTS:
-            known.popitem(last=False)
-
-    def layouts(self, tenant: str) -> list[AnyLayout]:
-        """The layouts of the tenant's engines that have connected since the start, at most `MAX_LAYOUTS`, the newest
-        last."""
-        return list(self._layouts.get(tenant, {}).values())
-
-    def sizes(self, tenant: str, weights_digest: str) -> list[int]:
-        """The bytes of the segments of those of these engines that have this digest of their weights."""
-        found = (each for each in self.layouts(tenant) if each.weights_digest == weights_digest)
-        return list(dict.fromkeys(each.segment_bytes for each in found))
-
-    def gauges(self) -> list[Level]:
-        """The connected processes by tenant and layout, for the metrics page."""
-        sums: Counter[tuple[str, str]] = Counter()
-        layouts: Counter[str] = Counter()
-        for (tenant, layout), count in self._of_layout.items():
-            layouts[tenant] += 1
-            sums[tenant, layout if layouts[tenant] <= MAX_LAYOUTS else OTHERS] += count
-        return [Level(LAYOUT_PROCESSES, at, count) for at, count in sums.items()]
+        if not connection.query_engine:
+            self.layouts.count(connection.tenant, connection.layout, more)
 
     def retire(self, tenant: str, weights_digest: str) -> int:
         """The weights that this digest names have changed in place: end the connections of the tenant's engines with

@@ -193,13 +193,17 @@ class LedgerFile:
     def add_region(self, number: int, nbytes: int, maker: int) -> bool:
         """Record a region whose memory is there, and that belongs to no tenant. Returns False if there is no place for
         it: the region is not kept."""
-        _U32.pack_into(self._view, _NEXT_AT, max(self.next_region, number + 1))
         used = {place for place, _ in self._regions.values()}
         place = next((each for each in range(self._places) if each not in used), None)
         if place is None:
             return False
         self._write(place, Entry(number, nbytes, 0, maker, 0, 0, "", bytes(16)))
         return True
+
+    def note_number(self, number: int) -> None:
+        """Record that a region has the number, whether it is kept or not: no later region may get it, because engines
+        map regions by their numbers."""
+        _U32.pack_into(self._view, _NEXT_AT, max(self.next_region, number + 1))
 
     def cut(self, number: int, nbytes: int, slot_bytes: int, tenant: str, digest: bytes) -> bool:
         """Record that a region was cut into slots for a tenant. Its records are empty. Returns False if there is no

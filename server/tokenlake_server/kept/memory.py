@@ -113,6 +113,8 @@ class Kept:
         """Set once all segments were passed to the rules."""
         self._work: asyncio.Task[None] | None = None
         self._sealed = asyncio.Event()
+        self.left: list[int] = []
+        """The regions that are left to the next daemon, after `hand_over`."""
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._take(holder.taken)
@@ -365,6 +367,7 @@ class Kept:
     def region_made(self, number: int, nbytes: int) -> None:
         """The memory of a region is there."""
         assert self._ledger is not None
+        self._ledger.note_number(number)
         if self._holder.room > LOCK_ROOM and self._ledger.add_region(number, nbytes, self._incarnation):
             self._holder.hold(region_name(number, self._incarnation), self._arena.region(number).fd)
 
@@ -426,6 +429,7 @@ class Kept:
                     await asyncio.sleep(0.01)
         if not self._holder.complete or self._unheld:
             return False
+        self.left = [entry.number for entry in self._ledger.entries()]
         # Without the newest notes, or with segments that were not checked, the next daemon finds a crash.
         self._ledger.clean = self._sealed.is_set() and self._checked.is_set()
         return True

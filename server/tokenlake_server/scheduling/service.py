@@ -253,7 +253,7 @@ class Scheduling:
     # -- inside
 
     async def _layouts(self, tenant: Tenant) -> list[AnyLayout]:
-        return await self._bridge.call(lambda: self._engines.layouts(tenant.name), tenant.name)
+        return await self._bridge.call(lambda: self._engines.layouts.of(tenant.name), tenant.name)
 
     async def _requests(self, tenant: Tenant, prompts: Iterable[pb.Prompt], segment_tokens: int) -> list[Request]:
         prompts = list(prompts)

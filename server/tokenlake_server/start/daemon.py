@@ -274,7 +274,7 @@ class Daemon:
         snapshot.streams = self.contents.streams()
         snapshot.gauges += self.watchdog.gauges() + self.contents.gauges()
         snapshot.gauges += [
-            *self.engines.gauges(),
+            *self.engines.layouts.gauges(),
             *self.senders.gauges(),
             *self.orders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
@@ -393,17 +393,15 @@ class Daemon:
 
     async def _leave_memory(self) -> None:
         """The end of a daemon that will be started again leaves its memory to the next one."""
-        kept = self._kept
+        kept, left = self._kept, list[int]()
         if kept is not None:
             if not self.ring.left.is_set() and await kept.hand_over():
-                kept.close()
-                return
-            await kept.give_up()
+                left = kept.left
+            else:
+                await kept.give_up()
             kept.close()
-        await self._free_memory()
-
-    async def _free_memory(self) -> None:
-        await asyncio.to_thread(self._arena.free_pages, self._slots_in_use())
+        if len(left) < len(self._arena.numbers):
+            await asyncio.to_thread(self._arena.free_pages, self._slots_in_use(), left)
 
     def _slots_in_use(self) -> dict[int, list[tuple[SlotRef, int]]]:
         """By region, the slots (with their size) that engines may still read or write after the end of the daemon."""

@@ -121,7 +121,12 @@ def test_a_daemon_that_keeps_nothing_ends_it(path: str) -> None:
     holder = KeeperProcess(path, 600)
     holder.hold("one", memory(b"one"))
     holder.close()
-    wait_until(lambda: end_keeper(path) or gone(path), "it has ended")
+
+    def told() -> bool:
+        end_keeper(path)
+        return gone(path)
+
+    wait_until(told, "it has ended")
     assert ended(holder.pid) == 0
 
 

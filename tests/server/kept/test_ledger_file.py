@@ -37,6 +37,8 @@ def test_regions_and_records() -> None:
     assert book.add_region(3, 8 * MIB, 7)
     assert book.add_region(4, 8 * MIB, 7)
     assert book.cut(4, 7 * MIB, MIB, "red", DIGEST)
+    book.note_number(4)
+    book.note_number(3)
     book.write(SlotRef(4, 2, 9), record(9))
     book.write(SlotRef(4, 6, 1), record(1))
     book.write(SlotRef(4, 7, 1), record(1))  # no such slot
