@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.disk.notes import NOTE_BYTES
+from tokenlake.disk.places import NOTE_BYTES
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.layout import MAX_SHARDS
 from tokenlake.memory import ledger
