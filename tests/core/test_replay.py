@@ -47,9 +47,9 @@ def digest(emitted: list[list[Instruction]]) -> str:
 
 @pytest.fixture(scope="module")
 def busy() -> Cluster:
-    """Every kind of event: engines of two tenants, faults of nodes, disks and network, a node that joins and drains,
-    then a quiet end."""
-    cluster = Cluster(3, seed=8, recording=True, disk_places=10)
+    """Every kind of event: engines of two tenants, faults of nodes, disks and network, daemons that restart with their
+    memory, a node that joins and drains, then a quiet end."""
+    cluster = Cluster(3, seed=7, recording=True, disk_places=10, keep=True)
     random = cluster.clock.random
     for turn in range(300):
         if len(cluster.alive()) < 5:
@@ -89,6 +89,21 @@ def busy() -> Cluster:
             cluster.node(1).deliver(events.EvictRequested(1000, "red", b""))
         if turn == 295:
             cluster.node(1).deliver(events.SaveRequested(1.0))
+        if turn in (16, 18):
+            # One daemon ends in order, one is killed. One of the processes that survive dies before it returns.
+            node = cluster.node(turn // 2 % 2)
+            assert node.kept is not None
+            survivor = next(iter(node.kept.survivors.values()))
+            survivor.returns_after_s = 5.0
+            node.end()
+            cluster.run_for(0.02)
+            if node.core is not None:
+                node.crash()
+            node.start()
+            cluster.run_for(0.02)
+            survivor.die()
+        if turn == 297:
+            cluster.node(1).deliver(events.SealRequested())
         if turn % 50 == 20:
             node = cluster.node(1 + turn // 50 % 2)
             node.freeze()

@@ -229,7 +229,7 @@ class Kept(Part):
 
     def _owned(self, tenant: TenantId, key: SegmentKey) -> bool:
         segment = self._context.store.get(tenant, key)
-        return segment is not None and segment.owned
+        return (segment is not None and segment.owned) or self._context.disk.find(tenant, key) >= 0
 
     # -- survivors
 
