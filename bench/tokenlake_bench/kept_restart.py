@@ -1,5 +1,5 @@
-"""`tokenlake bench restart --kept-memory`: a large node, and three nodes under load, whose daemons end and come back while
-a keeper holds their memory."""
+"""`tokenlake bench restart --kept-memory`: a large node, and nodes under load, whose daemons end and come back while a
+keeper holds their memory."""
 
 from __future__ import annotations
 
@@ -205,7 +205,10 @@ def _store(pool: Pool, arguments: KeptRestartArguments) -> _Stored:
 
 def _restart(cluster: Cluster, node: Node, pool: Pool, stored: _Stored, signal: str, base: int) -> LargeRestart:
     before = _shmem()
-    here = sum(pool.match(keys, deadline_s=2.0).hits for keys in stored.keys)
+    here = 0
+    for keys in stored.keys:
+        with pool.match(keys, deadline_s=2.0) as lease:
+            here += lease.hits
     began = time.monotonic()
     if signal == "SIGKILL":
         node.kill()

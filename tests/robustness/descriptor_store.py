@@ -20,7 +20,7 @@ SERVICE = "tests.robustness.descriptor_store"
 ASKED = "TEST_DESCRIPTOR_STORE"
 
 
-class DescriptorStore:
+class StandIn:
     """Reads in a thread, until `close`."""
 
     def __init__(self, directory: Path, most: int = MOST) -> None:
@@ -113,9 +113,9 @@ class DescriptorStore:
 
 
 @contextlib.contextmanager
-def descriptor_store(directory: Path, most: int = MOST) -> Iterator[DescriptorStore]:
+def descriptor_store(directory: Path, most: int = MOST) -> Iterator[StandIn]:
     """A stand-in; the daemons that are started within, with the module `SERVICE`, are its service."""
-    store = DescriptorStore(directory, most)
+    store = StandIn(directory, most)
     before = dict(os.environ)
     os.environ.update(store.environment)
     try:

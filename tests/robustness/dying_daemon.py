@@ -1,5 +1,5 @@
-"""`tokenlake serve` with one more flag, `--die-at PHASE`: the daemon kills itself (SIGKILL) in that phase of taking over
-or leaving memory."""
+"""`tokenlake serve` with one more flag, `--die-at PHASE`: the daemon kills itself (SIGKILL) in that phase of taking
+memory over, or of leaving it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.robustness.descriptor_store import SERVICE, DescriptorStore, descriptor_store
+from tests.robustness.descriptor_store import SERVICE, StandIn, descriptor_store
 from tests.robustness.dying_daemon import AT_THE_END, PHASES
 from tests.robustness.live import (
     LAYOUT,
@@ -54,7 +54,7 @@ def kept_by(name: str, **settings: str) -> Cluster:
 
 @pytest.fixture(params=["keeper", "service manager"])
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
-    """A daemon with each holder."""
+    """A daemon with each store."""
     if request.param == "keeper":
         with kept_by("keeper") as cluster:
             yield cluster
@@ -504,7 +504,7 @@ def test_the_store_of_the_service_manager_has_a_limit(tmp_path: Path) -> None:
             fill(pool, 20, first=100)
 
 
-def regions(kept: DescriptorStore) -> int:
+def regions(kept: StandIn) -> int:
     return sum(name.startswith("region-") for name in kept.names)
 
 

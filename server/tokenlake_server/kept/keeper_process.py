@@ -1,4 +1,4 @@
-"""The keeper (`tokenlake_server.keeper`) as the holder of a daemon's memory."""
+"""The keeper (`tokenlake_server.keeper`) as the store of a daemon's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 
 from tokenlake_server import keeper
-from tokenlake_server.kept.holder import RECONNECT_S, Holder
+from tokenlake_server.kept.descriptor_store import RECONNECT_S, DescriptorStore
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class KeeperUnusable(Exception):
     """The keeper at the path cannot be used; the text says why."""
 
 
-class KeeperProcess(Holder):
+class KeeperProcess(DescriptorStore):
     """A keeper that listens beside the daemon's socket. One that ends while the daemon runs is replaced, and gets all
     descriptors again."""
 

@@ -170,7 +170,7 @@ class LedgerFile:
         _U32.pack_into(self._view, _CLEAN_AT, clean)
 
     def set_complete(self, complete: bool) -> None:
-        """Record whether the holder has all descriptors. Without those of the locks that engines hold, the next daemon
+        """Record whether the store has all descriptors. Without those of the locks that engines hold, the next daemon
         could not know which slots are read."""
         _U32.pack_into(self._view, _COMPLETE_AT, complete)
 

@@ -1,4 +1,4 @@
-"""The memory that this daemon found and keeps for the next one: descriptors at a holder, and the ledger.
+"""The memory that this daemon found and keeps for the next one: descriptors at a store, and the ledger.
 
 ::
 
@@ -40,7 +40,7 @@ from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.connected_process import is_locked
 from tokenlake_server.engines.tenants import digests
-from tokenlake_server.kept.holder import Holder
+from tokenlake_server.kept.descriptor_store import DescriptorStore
 from tokenlake_server.kept.keeper_process import KeeperProcess, KeeperUnusable, end_keeper
 from tokenlake_server.kept.ledger_file import Entry, LedgerFile, LedgerRefused, Owner, found_records
 from tokenlake_server.kept.service_store import ServiceStore, offered
@@ -53,7 +53,7 @@ ENGINES_WAIT_S = 120.0
 """Seconds for which engines keep their mappings while no daemon runs, where the service manager keeps the memory and
 `keep_s` is not set."""
 LOCK_ROOM = 256
-"""Descriptors of a holder with a limit that are left for the locks of engines' processes: a region beyond is not
+"""Descriptors of a store with a limit that are left for the locks of engines' processes: a region beyond is not
 kept."""
 AT_ONCE_S = 0.25
 """Seconds of the start in which segments are passed to the rules before engines may join; the others follow while
@@ -64,7 +64,7 @@ BATCH_BYTES = 64 << 20
 LOOK_S = 0.1
 """Seconds between two looks at the locks of the engines of the daemon before."""
 SEAL_S = 5.0
-"""Limit of the seconds in which the rules write the newest notes, and in which the holder reads, when the daemon
+"""Limit of the seconds in which the rules write the newest notes, and in which the store reads, when the daemon
 ends."""
 
 UNCHECKED = Metric(
@@ -84,19 +84,19 @@ class Survivor(NamedTuple):
 class Kept:
     """The memory that outlives this daemon. Made before the loop runs, by `open_kept`; then used on the loop."""
 
-    def __init__(self, config: ServerConfig, arena: Arena, holder: Holder) -> None:
-        """Takes what the holder has. What cannot be used is dropped, with a line in the log."""
+    def __init__(self, config: ServerConfig, arena: Arena, store: DescriptorStore) -> None:
+        """Takes what the store has. What cannot be used is dropped, with a line in the log."""
         self._config = config
         self._tenants = digests(config)
         self._arena = arena
-        self._holder = holder
+        self._store = store
         self._owner = Owner(config.node, config.cluster, config.huge_pages)
         self._ledger: LedgerFile | None = None
         self._incarnation = 0
         self._survivors: dict[int, Survivor] = {}
         """The processes of the daemon before that have not come back, by the number of their connection there."""
         self._unheld: set[int] = set()
-        """Connections whose locks the holder has no room for."""
+        """Connections whose locks the store has no room for."""
         self._before = 0
         """Incarnation of the daemon before; 0 for none."""
         self._clean = True
@@ -117,7 +117,7 @@ class Kept:
         """The regions that are left to the next daemon, after `hand_over`."""
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._take(holder.taken)
+        self._take(store.taken)
 
     @property
     def engines_wait_s(self) -> float:
@@ -135,15 +135,15 @@ class Kept:
             if len(names) != 1:
                 raise LedgerRefused(f"it has {len(names)} ledgers")
             self._ledger = LedgerFile.adopt(left[names[0]], self._owner, self._config.regions, self._config.memory)
-            self._holder.has(names[0], left.pop(names[0]))
+            self._store.has(names[0], left.pop(names[0]))
             self._before, self._clean = self._ledger.incarnation, self._ledger.clean
             self._take_regions(self._ledger, left)
             self._take_locks(left)
         except (LedgerRefused, OSError, ValueError) as reason:
-            log.warning("this daemon starts empty, although %s has memory of one before: %s", self._holder.name, reason)
+            log.warning("this daemon starts empty, although %s has memory of one before: %s", self._store.name, reason)
         finally:
             for name, descriptor in left.items():
-                self._holder.drop(name)
+                self._store.drop(name)
                 os.close(descriptor)
 
     def _take_regions(self, book: LedgerFile, left: dict[str, int]) -> None:
@@ -173,7 +173,7 @@ class Kept:
                 continue
             room -= entry.nbytes
             self.nbytes += entry.nbytes
-            self._holder.has(name, left.pop(name))
+            self._store.has(name, left.pop(name))
         for problem, count in problems.items():
             log.warning("%d regions of the daemon before are not kept, because of %s", count, problem)
 
@@ -182,18 +182,18 @@ class Kept:
         for name in [name for name in left if name.startswith("lock-")]:
             number, _, tenant = name.removeprefix("lock-").partition("-")
             if number.isdecimal() and tenant in self._tenants and is_locked(left[name]):
-                self._holder.has(name, left[name])
+                self._store.has(name, left[name])
                 self._survivors[int(number)] = Survivor(tenant, left.pop(name))
 
     def begin(self, driver: Driver, loop: asyncio.AbstractEventLoop, incarnation: int) -> None:
         """Tell the rules of the memory that was kept. Called once, before the first event."""
         began = time.perf_counter()
         self._driver, self._loop, self._incarnation = driver, loop, incarnation
-        self._holder.on_complete = lambda complete: self._note_complete()
-        self._holder.start(loop)
+        self._store.on_complete = lambda complete: self._note_complete()
+        self._store.start(loop)
         if self._ledger is None:
             self._ledger = LedgerFile.make(self._owner, incarnation, self._config.regions, self._config.memory)
-            self._holder.hold(f"ledger-{incarnation}", self._ledger.descriptor)
+            self._store.hold(f"ledger-{incarnation}", self._ledger.descriptor)
             self._checked.set()
             return
         book = self._ledger
@@ -350,7 +350,7 @@ class Kept:
         for number, survivor in list(self._survivors.items()):
             if not is_locked(survivor.lock):
                 del self._survivors[number]
-                self._holder.drop(lock_name(number, survivor.tenant))
+                self._store.drop(lock_name(number, survivor.tenant))
                 os.close(survivor.lock)
                 self._driver.handle(SurvivorGone(number))
         if self._survivors:
@@ -368,15 +368,15 @@ class Kept:
         """The memory of a region is there."""
         assert self._ledger is not None
         self._ledger.note_number(number)
-        if self._holder.room > LOCK_ROOM and self._ledger.add_region(number, nbytes, self._incarnation):
-            self._holder.hold(region_name(number, self._incarnation), self._arena.region(number).fd)
+        if self._store.room > LOCK_ROOM and self._ledger.add_region(number, nbytes, self._incarnation):
+            self._store.hold(region_name(number, self._incarnation), self._arena.region(number).fd)
 
     def region_cut(self, number: int, nbytes: int, slot_bytes: int, tenant: str) -> None:
         """A region was cut into slots of a tenant."""
         assert self._ledger is not None
         entry = self._ledger.entry(number)
         if entry is not None and not self._ledger.cut(number, nbytes, slot_bytes, tenant, self._tenants[tenant]):
-            self._holder.drop(region_name(number, entry.maker))
+            self._store.drop(region_name(number, entry.maker))
 
     def region_closing(self, number: int) -> None:
         """A region is about to be given back."""
@@ -384,12 +384,12 @@ class Kept:
         entry = self._ledger.entry(number)
         if entry is not None:
             self._ledger.remove(number)
-            self._holder.drop(region_name(number, entry.maker))
+            self._store.drop(region_name(number, entry.maker))
 
     def lock_made(self, number: int, tenant: str, lock: int) -> None:
         """A process gets a file that it has to lock, before it maps anything."""
-        if self._holder.room > 0:
-            self._holder.hold(lock_name(number, tenant), lock)
+        if self._store.room > 0:
+            self._store.hold(lock_name(number, tenant), lock)
         else:
             self._unheld.add(number)
             self._note_complete()
@@ -397,12 +397,12 @@ class Kept:
     def lock_closing(self, number: int, tenant: str) -> None:
         """The file of a process is about to be closed."""
         self._unheld.discard(number)
-        self._holder.drop(lock_name(number, tenant))
+        self._store.drop(lock_name(number, tenant))
         self._note_complete()
 
     def _note_complete(self) -> None:
         assert self._ledger is not None
-        self._ledger.set_complete(self._holder.complete and not self._unheld)
+        self._ledger.set_complete(self._store.complete and not self._unheld)
 
     def gauges(self) -> list[Level]:
         """Segments that wait for their check, for the metrics page."""
@@ -425,9 +425,9 @@ class Kept:
             async with asyncio.timeout(SEAL_S):
                 self._driver.handle(SealRequested())
                 await self._sealed.wait()
-                while not self._holder.complete:
+                while not self._store.complete:
                     await asyncio.sleep(0.01)
-        if not self._holder.complete or self._unheld:
+        if not self._store.complete or self._unheld:
             return False
         self.left = [entry.number for entry in self._ledger.entries()]
         # Without the newest notes, or with segments that were not checked, the next daemon finds a crash.
@@ -442,15 +442,15 @@ class Kept:
         """The daemon ends, and no memory is to outlive it."""
         if self._ledger is not None:
             self._ledger.set_complete(False)
-        self._holder.drop_all()
+        self._store.drop_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEAL_S):
-                while not self._holder.complete:
+                while not self._store.complete:
                     await asyncio.sleep(0.01)
 
     def close(self) -> None:
-        """Leave the holder. What it has, it keeps."""
-        self._holder.close()
+        """Leave the store. What it has, it keeps."""
+        self._store.close()
         for survivor in self._survivors.values():
             os.close(survivor.lock)
         self._survivors.clear()
@@ -478,7 +478,7 @@ def keeper_path(socket: str) -> str:
 
 
 def region_name(number: int, maker: int) -> str:
-    """The name of a region's descriptor at the holder."""
+    """The name of a region's descriptor at the store."""
     return f"region-{number}-{maker}"
 
 

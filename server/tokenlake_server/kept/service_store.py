@@ -1,4 +1,4 @@
-"""The descriptor store of systemd as the holder of a daemon's memory (sd_notify(3), sd_listen_fds(3)).
+"""The descriptor store of systemd as the store of a daemon's memory (sd_notify(3), sd_listen_fds(3)).
 
 systemd keeps what a service sends it with `FDSTORE=1`, and starts the service again with it. The limit is
 `FileDescriptorStoreMax=` of the unit, which systemd 254 and later names in the variable FDSTORE; the unit sets the
@@ -13,13 +13,13 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from tokenlake_server.kept.holder import Holder
+from tokenlake_server.kept.descriptor_store import DescriptorStore
 from tokenlake_server.start.service_manager import address_of
 
 FIRST_DESCRIPTOR = 3
 
 
-class ServiceStore(Holder):
+class ServiceStore(DescriptorStore):
     """The descriptor store of the service manager that started this process."""
 
     name = "the service manager"

@@ -85,19 +85,19 @@ def test_many_descriptors(path: str) -> None:
 
 
 def test_the_time_is_over(path: str) -> None:
-    holder = KeeperProcess(path, 0.01)
-    holder.hold("one", memory(b"one"))
-    holder.close()
-    assert ended(holder.pid) == 0
+    store = KeeperProcess(path, 0.01)
+    store.hold("one", memory(b"one"))
+    store.close()
+    assert ended(store.pid) == 0
     assert gone(path)
 
 
 def test_a_keeper_that_cannot_be_reached_ends(path: str) -> None:
-    holder = KeeperProcess(path, 600)
-    holder.hold("one", memory(b"one"))
+    store = KeeperProcess(path, 600)
+    store.hold("one", memory(b"one"))
     os.unlink(path)
-    holder.close()
-    assert ended(holder.pid) == 0
+    store.close()
+    assert ended(store.pid) == 0
 
 
 def test_a_second_daemon_is_told_to_wait(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,24 +110,24 @@ def test_a_second_daemon_is_told_to_wait(path: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_another_user_gets_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = KeeperProcess(path, 60)
+    store = KeeperProcess(path, 60)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     with pytest.raises(KeeperUnusable, match="a process of another user listens"):
         KeeperProcess(path, 60)
-    holder.close()
+    store.close()
 
 
 def test_a_daemon_that_keeps_nothing_ends_it(path: str) -> None:
-    holder = KeeperProcess(path, 600)
-    holder.hold("one", memory(b"one"))
-    holder.close()
+    store = KeeperProcess(path, 600)
+    store.hold("one", memory(b"one"))
+    store.close()
 
     def told() -> bool:
         end_keeper(path)
         return gone(path)
 
     wait_until(told, "it has ended")
-    assert ended(holder.pid) == 0
+    assert ended(store.pid) == 0
 
 
 def test_one_that_a_person_started_stays(path: str) -> None:
@@ -135,12 +135,12 @@ def test_one_that_a_person_started_stays(path: str) -> None:
     with subprocess.Popen(command) as process:
         wait_until(lambda: Path(path).exists(), "it listens")
         for _ in range(2):
-            holder = KeeperProcess(path, 0.01)
-            assert holder.taken == {}
-            assert not holder.pid, "it did not start another one"
-            holder.hold("one", memory(b"one"))
-            holder.drop_all()
-            holder.close()
+            store = KeeperProcess(path, 0.01)
+            assert store.taken == {}
+            assert not store.pid, "it did not start another one"
+            store.hold("one", memory(b"one"))
+            store.drop_all()
+            store.close()
         again = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         assert "listens at" in again.stderr
         assert again.returncode == 1

@@ -67,7 +67,7 @@ def test_an_entry_that_was_being_written_does_not_count() -> None:
     assert [each.number for each in again(book).entries()] == [0, 2]
 
 
-def test_records_of_a_region_that_ended_are_not_those_of_the_next() -> None:
+def test_records_of_an_ended_region_are_not_found() -> None:
     book = made()
     book.add_region(0, MIB, 7)
     book.cut(0, MIB, 64 << 10, "red", DIGEST)

@@ -1,7 +1,7 @@
-"""Holders of descriptors: what keeps the memory of a daemon while no daemon runs.
+"""Stores of descriptors: what keeps the memory of a daemon while no daemon runs.
 
-A holder has descriptors by name. The daemon takes them at its start, and hands over each one that it makes. Nothing of
-this waits once the daemon runs: messages that the holder has not read yet are kept, and sent when it reads. Until then
+A store has descriptors by name. The daemon takes them at its start, and hands over each one that it makes. Nothing of
+this waits once the daemon runs: messages that the store has not read yet are kept, and sent when it reads. Until then
 `complete` is False, and the ledger says so (`tokenlake_server.kept.ledger`).
 """
 
@@ -17,25 +17,25 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 1.0
-"""Seconds between two attempts to reach a holder whose connection broke."""
+"""Seconds between two attempts to reach a store whose connection broke."""
 
 
-class Holder(ABC):
+class DescriptorStore(ABC):
     """Holds descriptors by name for this daemon and the next one. `taken` is read before the loop runs, the other
     methods are called on the loop."""
 
     name: str
-    """The holder, in words."""
+    """The store, in words."""
 
     def __init__(self, sock: socket.socket | None, taken: dict[str, int]) -> None:
-        """`sock`: connected to the holder. `taken`: the descriptors that it held for the daemon before, which the
-        caller owns; the holder has them still."""
+        """`sock`: connected to the store. `taken`: the descriptors that it held for the daemon before, which the
+        caller owns; the store has them still."""
         self.taken = taken
         self.on_complete: Callable[[bool], None] = lambda complete: None
         """Called whenever `complete` changes."""
         self._sock = sock
         self._held: dict[str, int | None] = dict.fromkeys(taken)
-        """The descriptors that the holder has, or will have; those of `taken` by name alone."""
+        """The descriptors that the store has, or will have; those of `taken` by name alone."""
         self._waiting: deque[tuple[bytes, int | None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._complete = True
@@ -44,12 +44,12 @@ class Holder(ABC):
 
     @property
     def complete(self) -> bool:
-        """True while the holder has every descriptor that it was given."""
+        """True while the store has every descriptor that it was given."""
         return self._complete
 
     @property
     def room(self) -> int:
-        """The number of further descriptors that the holder takes."""
+        """The number of further descriptors that the store takes."""
         return 1 << 20
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -69,7 +69,7 @@ class Holder(ABC):
         self._held[name] = descriptor
 
     def drop(self, name: str) -> None:
-        """The holder closes the descriptor. To be called before this process closes it."""
+        """The store closes the descriptor. To be called before this process closes it."""
         if name not in self._held:
             return
         del self._held[name]
@@ -77,12 +77,12 @@ class Holder(ABC):
         self._flush()
 
     def drop_all(self) -> None:
-        """The holder closes all descriptors."""
+        """The store closes all descriptors."""
         for name in list(self._held):
             self.drop(name)
 
     def close(self) -> None:
-        """The daemon ends: what the holder has stays there."""
+        """The daemon ends: what the store has stays there."""
         self._disconnect()
         self._loop = None
 
@@ -115,7 +115,7 @@ class Holder(ABC):
             self.on_complete(complete)
 
     def _flush(self) -> None:
-        """Send what waits, as far as the holder reads."""
+        """Send what waits, as far as the store reads."""
         if self._sock is None:
             return
         try:
