@@ -37,6 +37,14 @@ class Room:
         with self._lock:
             self._announced = now if self._announced is None else self._announced
 
+    def ready(self, now: float) -> bool:
+        """True when all others have heard that this node writes."""
+        with self._lock:
+            return self._ready(now)
+
+    def _ready(self, now: float) -> bool:
+        return self._announced is not None and now - self._announced >= self._heard_s
+
     def take(self, nbytes: int, named: int, writers: int, now: float) -> bool:
         """Take room for an object that is about to be written. `named`: bytes of the objects in the index; `writers`:
         other nodes that write. False where there is none."""
@@ -44,7 +52,7 @@ class Room:
             while self._written and self._written[0][0] < now - self._heard_s:
                 self._unheard -= self._written.popleft()[1]
             free = self.size - (named - self._unheard)
-            ready = self._announced is not None and now - self._announced >= self._heard_s
+            ready = self._ready(now)
             fits = self._unheard + self._writing + nbytes <= free / (2 * (writers + 1))
             if ready and fits:
                 self._writing += nbytes

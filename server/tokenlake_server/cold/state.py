@@ -13,6 +13,10 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
 
 
 SERVING = _gauge("serving", "1 while the cold tier is used, 0 while it is set aside; absent without the setting `cold`")
+WRITABLE = _gauge(
+    "writable",
+    "1 while this node writes to the cold tier; 0 while it is set aside or full, and until other nodes heard of this one",
+)
 OBJECTS = _gauge("objects", "Objects in the cold tier, of all nodes, as the index of this node names them")
 USED = _gauge("used_bytes", "Bytes of these objects")
 SIZE = _gauge("size_bytes", "The setting `cold_size`")
@@ -30,7 +34,8 @@ ERRORS = _gauge(
     "kind",
 )
 REFUSED = _gauge(
-    "refused_segments", "Segments that this node did not write to the cold tier since the start, for want of room in it"
+    "unplaced_segments",
+    "Segments that this node did not write to the cold tier since the start, for want of room in it",
 )
 EXPIRED = _gauge("expired_objects", "Objects that this node let expire since it opened the cold tier")
 SCANNED = _gauge(
@@ -43,6 +48,8 @@ class ColdState(NamedTuple):
 
     place: str
     serving: bool
+    writable: bool
+    """The node writes; not for the first seconds, until other nodes have heard of it."""
     problem: str
     """Why the place is set aside, or what is wrong while it serves; empty if nothing, and before the first opening."""
     objects: int
@@ -72,6 +79,7 @@ def cold_gauges(state: ColdState) -> Iterator[Level]:
     """The gauges of the cold tier."""
     yield from (
         Level(SERVING, (), state.serving),
+        Level(WRITABLE, (), state.writable),
         Level(OBJECTS, (), state.objects),
         Level(USED, (), state.nbytes),
         Level(SIZE, (), state.size),

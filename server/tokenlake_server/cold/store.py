@@ -216,6 +216,7 @@ class ColdStore:
             return ColdState(
                 self.name,
                 session is not None,
+                session is not None and not self._refuses(session, time.monotonic()),
                 problem,
                 totals.objects if session is not None else 0,
                 totals.nbytes if session is not None else 0,
@@ -339,9 +340,8 @@ class ColdStore:
         began = time.monotonic()
         if self.index.find(tenant.shorts(job.keys[op.index]), kind) == b"\1":
             return Code.EXISTS
-        stale = began - catalogue.fresh_at > 3 * session.place.poll_s + self._patience.slow_s
-        full = began < self._full_until
-        if stale or full or not session.room.take(nbytes, self.index.totals.nbytes, catalogue.seen.writers, began):
+        named, writers = self.index.totals.nbytes, catalogue.seen.writers
+        if self._refuses(session, began) or not session.room.take(nbytes, named, writers, began):
             with self._lock:
                 self._counts["refused"] += 1
             return Code.LOST
@@ -361,6 +361,12 @@ class ColdStore:
             at_a_time = sum(isinstance(each.job, WriteJob) for each in self._running)
             session.measurement.moved(nbytes, ended - began, at_a_time, read=False)
         return Code.COMMITTED
+
+    def _refuses(self, session: _Session, now: float) -> bool:
+        """True while nothing can be written: the place is full, others have not heard of this node, or it has not heard
+        of them for long."""
+        stale = now - session.catalogue.fresh_at > 3 * session.place.poll_s + self._patience.slow_s
+        return stale or now < self._full_until or not session.room.ready(now)
 
     def _finish(self, session: _Session, op: Op, code: Code) -> None:
         with self._lock:
