@@ -28,11 +28,11 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     mean number of copies per stored segment. `systems`: every form of the pool and every other system, by name. An
     instance is `gpus` GPUs; `engine_cache_tokens` is the length of its GPU cache, None where `capacity_tokens` is all
     memory for caches; `disk_tokens` are those that the pool's disks hold, None without disks;
-    `cold_tokens` those that the cold tier holds; `stop`: what is found behind a stop of all nodes. `rate`: arriving requests
-    per second. `messages_per_request`: frames between nodes of the pool. `read_s`: median and 99th percentile of the
-    seconds from the match to the last byte of the prefix, over the requests that read something. `flash_busiest`:
-    the load of the busiest node in the 10 s that begin with the flash crowd, divided by the mean and in bytes; None
-    without one. `complete`: the run was not interrupted.
+    `cold_tokens` those that the cold tier holds; `stop`: what is found behind a stop of all nodes. `rate`: arriving
+    requests per second. `messages_per_request`: frames between nodes of the pool. `read_s`: median and 99th percentile
+    of the seconds from the match to the last byte of the prefix, over the requests that read something.
+    `flash_busiest`: the load of the busiest node in the 10 s that begin with the flash crowd, divided by the mean and
+    in bytes; None without one. `complete`: the run was not interrupted.
     """
 
     duplication: float

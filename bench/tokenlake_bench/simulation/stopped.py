@@ -54,6 +54,7 @@ def run_stopped(make: Maker, arrivals: Sequence[Arrival], stop_at_s: float) -> S
     assert content is not None
     before = content.written_bytes
     _save(first)
+    saved_bytes = content.written_bytes - before
     later = [_behind(arrival, count, stop_at_s) for arrival in arrivals[count:]]
     going_on, second, empty = make(None), make(content), make(None)
     going_on.run(arrivals)
@@ -68,7 +69,7 @@ def run_stopped(make: Maker, arrivals: Sequence[Arrival], stop_at_s: float) -> S
         all_going_on=_rate(rest),
         all_with_cold=_rate(second.answers),
         all_empty=_rate(empty.answers),
-        saved_bytes=content.written_bytes - before,
+        saved_bytes=saved_bytes,
     )
 
 
