@@ -208,6 +208,7 @@ class Snapshot:
             self.gauges += (Level(PEER_STATE, (name, state), peer.state == state) for state in PEER_STATES)
         self.gauges += core.levels()
         self.gauges += (Level(MAP_ENTRIES, (name,), entries) for name, entries in core.census().items())
+        self.gauges += core.levels()
         if query_engine is not None:
             self._add_query_engine(query_engine)
         named = dict.fromkeys([*core.config.quotas, *(pool.tenant for pool in self.pools)])

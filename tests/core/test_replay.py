@@ -49,7 +49,7 @@ def digest(emitted: list[list[Instruction]]) -> str:
 def busy() -> Cluster:
     """Every kind of event: engines of two tenants, faults of nodes, disks and network, daemons that restart with their
     memory, a node that joins and drains, then a quiet end."""
-    cluster = Cluster(3, seed=7, recording=True, disk_places=10, keep=True)
+    cluster = Cluster(3, seed=25, recording=True, disk_places=10, keep=True)
     random = cluster.clock.random
     for turn in range(300):
         if len(cluster.alive()) < 5:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.sim.arena import SHARDS, SLOTS, Region
 from tokenlake.core import NodeCore, events, instructions
-from tokenlake.identity import NodeId
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.memory import Kind, State, ledger
-from tokenlake.wire.slots import SlotRef, unpack_slots
+from tokenlake.wire.slots import SlotRef, join_keys, unpack_slots
 
 if TYPE_CHECKING:
     from tests.sim.engine import SimProcess
@@ -53,6 +53,26 @@ class KeptMemory:
         """The life is to end with `Sealed`."""
         self.dies_in: int | None = None
         """The life ends within the instructions of an event, when so many were carried out."""
+
+        self.ordered: dict[int, dict[tuple[int, int], bytes]] = {}
+        """By number of the order: the records of segments that an operator evicts."""
+
+    # -- orders
+
+    def evict(self, tenant: str, keys: list[SegmentKey]) -> None:
+        """An operator evicts these segments of a tenant, all without keys."""
+        number = self.node.cluster.next_id()
+        self.ordered[number] = {
+            where: raw
+            for where, raw in self.records.items()
+            if self.table[where[0]].tenant == tenant and (not keys or _key_of(raw) in keys)
+        }
+        self.node.deliver(events.EvictRequested(number, tenant, join_keys(keys)))
+
+    def evicted(self, order: instructions.EvictionDone) -> None:
+        """The operator is told that the segments are gone: a later daemon finds none of them."""
+        left = [where for where, raw in self.ordered.pop(order.request, {}).items() if self.records.get(where) == raw]
+        self.node.cluster.expect(not left, f"{self.node.name}: an operator evicted the segments that {left} still have")
 
     # -- instructions
 
@@ -114,6 +134,7 @@ class KeptMemory:
     def regions(self) -> dict[int, Region]:
         """The memory that the next life begins with."""
         self.ends, self.dies_in = False, None
+        self.ordered.clear()
         known = self.node.arena.regions
         return {region: known[region] for region in self.table}
 
@@ -194,3 +215,8 @@ class KeptMemory:
         regions = {region: pool.tenant for pool in core.store.pools() for region in pool.regions}
         assert regions.keys() <= self.table.keys()
         assert all(self.table[region].tenant == NodeId(tenant) for region, tenant in regions.items())
+
+
+def _key_of(raw: bytes) -> SegmentKey | None:
+    found = ledger.unpack(raw)
+    return None if found is None else found.key

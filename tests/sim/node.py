@@ -103,6 +103,8 @@ class SimNode:
             observer=self._observe,
         )
         carry = self.life._carry
+        if self.kept is not None:
+            carry[instructions.EvictionDone] = self.kept.evicted
         carry.update({kind: self._mortal(carried) for kind, carried in carry.items()})
         self.life.start()
         if self.kept is not None:

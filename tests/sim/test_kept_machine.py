@@ -19,8 +19,8 @@ from tests.sim.prompts import PROMPTS, prompt
 from tests.sim.test_cluster_machine import NODES, PAUSES, ClusterMachine, nodes, prompts
 from tokenlake.core import events
 from tokenlake.core.kept import DROPPED, KEPT
+from tokenlake.identity import SegmentKey
 from tokenlake.wire import engine as wire
-from tokenlake.wire.slots import join_keys
 
 SEEN = dict.fromkeys((KEPT, DROPPED), 0)
 """Counts over all examples: each of these must have happened."""
@@ -56,6 +56,7 @@ class KeptClusterMachine(ClusterMachine):
         seconds=st.sampled_from((0.0, 0.001, 0.03, 0.4)),
         returns=st.lists(RETURNS, min_size=4, max_size=4),
         busy=st.integers(0, 3),
+        ordered=st.sampled_from((None, None, None, [], PROMPTS[0])),
         pause=PAUSES,
     )
     def restart(
@@ -66,9 +67,11 @@ class KeptClusterMachine(ClusterMachine):
         seconds: float,
         returns: list[float | None],
         busy: int,
+        ordered: list[SegmentKey] | None,
         pause: float,
     ) -> None:
-        """The daemon of a node ends and starts again, mostly while engines read and write at it."""
+        """The daemon of a node ends and starts again, mostly while engines read and write at it. `ordered`: segments
+        that an operator evicts from the next one at once, all for an empty list."""
         target = self.cluster.node(node)
         kept = target.kept
         assert kept is not None
@@ -97,6 +100,8 @@ class KeptClusterMachine(ClusterMachine):
         def start() -> None:
             if target.core is None:
                 target.start()
+                if ordered is not None:
+                    kept.evict("red", ordered)
             elif kept.ends or kept.dies_in is not None:
                 self.cluster.clock.after(0.003, start)
 
@@ -111,8 +116,9 @@ class KeptClusterMachine(ClusterMachine):
     @rule(node=nodes, tenant=st.sampled_from(("red", "blue")), number=prompts, every=st.booleans(), pause=PAUSES)
     def operator_evicts(self, node: int, tenant: str, number: int, every: bool, pause: float) -> None:
         """An operator evicts segments of a node."""
-        keys = b"" if every else join_keys(PROMPTS[number])
-        self.cluster.node(node).deliver(events.EvictRequested(1, tenant, keys))
+        kept = self.cluster.node(node).kept
+        assert kept is not None
+        kept.evict(tenant, [] if every else PROMPTS[number])
         self.cluster.run_for(pause)
 
     def teardown(self) -> None:

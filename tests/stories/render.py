@@ -18,15 +18,17 @@ from itertools import groupby
 from typing import Any
 
 from tests.core.scenes import calm, placed, store
-from tests.sim.engine import Engine
+from tests.sim.engine import Engine, SimProcess
 from tests.stories.changes import Seen, changes, look
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.identity import SegmentKey
+from tokenlake.memory import ledger
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import split_keys
 
 LIFE = (events.PeerDown, events.PeerUp, events.RingChanged, events.SaveRequested)
-ALWAYS = (*LIFE, instructions.Drained, instructions.Saved, peer.AdvertisingDone)
+KEPT = (events.SealRequested, instructions.Sealed, events.RegionKept, events.MemoryKept)
+ALWAYS = (*LIFE, *KEPT, instructions.Drained, instructions.Saved, peer.AdvertisingDone)
 NUMBERS = ("id", "call", "fetch", "stream", "check", "write")
 """Fields of a request that its reply repeats."""
 
@@ -46,8 +48,8 @@ class Story:
         self.cluster.clock.random = _Even()
         self.cluster.watcher = self._watch
         self._lines: list[tuple[float, str, str, str]] = []
-        self._engines: dict[int, str] = {}
-        """Letters of the engines, by connection."""
+        self._engines: dict[SimProcess, str] = {}
+        """Letters of the engines, by their processes."""
         self._names: dict[SegmentKey, str] = {}
         self._seen: dict[tuple[NodeCore, SegmentKey], Seen] = {}
         """By the life of a node: one that starts anew has nothing."""
@@ -59,7 +61,7 @@ class Story:
     def join(self, node: int) -> Engine:
         """Start an engine at a node. Engines are called a, b in the order in which they start."""
         found = self.cluster.join(node)
-        self._engines[found.processes[0].connection] = "ab"[len(self._engines)]
+        self._engines[found.processes[0]] = "ab"[len(self._engines)]
         self.cluster.run_for(0.01)
         return found
 
@@ -97,18 +99,21 @@ class Story:
     def _watch(self, node: str, event: events.Event, orders: list[instructions.Instruction]) -> None:
         core = self.cluster.nodes[node].life.core
         if isinstance(event, events.Requested):
-            self._tell(self._engines.get(event.connection, ""), node, event.message)
+            self._tell(self._letter(event.connection), node, event.message)
         else:
             self._tell(node, "", event)
         self._compare(node, core)
         for order in orders:
             match order:
                 case instructions.Answer(connection, message):
-                    self._tell(node, self._engines.get(connection, ""), message)
+                    self._tell(node, self._letter(connection), message)
                 case instructions.SendToPeer(other, message):
                     self._tell(node, other, message)
                 case _:
                     self._tell(node, "", order)
+
+    def _letter(self, connection: int) -> str:
+        return next((letter for process, letter in self._engines.items() if process.connection == connection), "")
 
     def _compare(self, node: str, core: NodeCore) -> None:
         """Add lines with what the event changed at the node."""
@@ -147,6 +152,10 @@ class Story:
                 return [self._grants[receiver, write][index] for index in indices]
             case peer.ReleaseLease(leases=leases):
                 return [key for lease in leases for key in self._grants.get((receiver, lease), ())]
+            case engine.Regrant(leases=leases):
+                return [self._grants[receiver, lease][first] for lease, _, first, _ in leases]
+            case events.SegmentsKept(records=records) | instructions.Record(records=records):
+                return [found.key for each in records if (found := ledger.unpack(each)) is not None]
             case instructions.CheckSlot(slot=slot):
                 segments = self.cluster.nodes[sender].life.core.store.segments()
                 return [segment.key for segment in segments if segment.packed == slot]
@@ -191,6 +200,10 @@ def _extra(message: Any) -> str:
             return f"epoch {record.epoch}: {' '.join(members)}"
         case instructions.Drained(moved=moved, lost_segments=lost):
             return ", ".join([f"{node} took {segments}" for node, segments, _ in moved] + [f"{lost} lost"])
+        case events.MemoryKept(survivors=survivors):
+            return f"{len(survivors)} survivors"
+        case events.RegionKept(region=region):
+            return f"{region}"
         case peer.AdvertisingDone(ring=(epoch, _)):
             return f"epoch {epoch}"
     return ""

@@ -1,4 +1,4 @@
-"""The scenes of the twelve stories. The docstring of each is the introduction of its story."""
+"""The scenes of the thirteen stories. The docstring of each is the introduction of its story."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SHARES = dict.fromkeys(("dirty_share", "session_reserve_share", "session_lease_s
 RULES: dict[str, dict[str, Any]] = {
     "join": {"nodes": 3},
     "restart_with_disk": {"nodes": 3, "disk_places": 8, "regions": 60},
+    "restart_with_memory": {"nodes": 3, "keep": True},
     "quota": {"quotas": {"red": 0.25}, **SHARES},
 }
 """Where a scene differs from the others, which have four nodes."""
@@ -124,6 +125,22 @@ def restart_with_disk(story: Story) -> None:
     node.start()
     story.cluster.run_for(1.0)
     a.read(keys, Reading())
+
+
+def restart_with_memory(story: Story) -> None:
+    """The daemon of n0 ends in order while engine a reads s0, which n0 owns, and the next one finds s0 in
+    the memory. a returns and names its lease, which goes on. Until then no slot gets another segment."""
+    keys, a, node = story.segments(1, 2), story.join(0), story.cluster.node(0)
+    story.own(0, keys)
+    a.read(keys, Reading(hold_s=0.300))
+    story.cluster.run_for(0.010)
+    for engine in story.cluster.engines:
+        engine.processes[0].returns_after_s = 0.030
+    node.end()
+    story.cluster.run_for(0.010)
+    story.line("n0", "", "ends, and starts again")
+    node.start()
+    story.cluster.run_for(0.500)
 
 
 def drain(story: Story) -> None:

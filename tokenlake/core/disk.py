@@ -350,7 +350,9 @@ class Disk(Part):
 
     def _tell_gone(self, tenant: TenantId, keys: Sequence[SegmentKey], rule: str) -> None:
         index = self._context.store.index(tenant)
-        gone = [key for key in keys if (here := index.get(key)) is None or here.state is not State.READY]
+        absent = (key for key in keys if (here := index.get(key)) is None or here.state is not State.READY)
+        # A device that was set aside may have been found again meanwhile.
+        gone = [key for key in absent if self._tier.find(tenant, key) < 0]
         if gone:
             for key in gone:
                 self._context.removals.add(tenant, key, self._context.now, rule)
