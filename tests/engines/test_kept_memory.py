@@ -24,7 +24,7 @@ def greedy(generate: Any, ids: Any) -> list[list[int]]:
 def test_the_same_tokens_and_hits(model: Any) -> None:
     prompts = [torch.tensor([prompt(5 * SEGMENT + 1 + seed, seed)]) for seed in range(PROMPTS)]
     expected = [greedy(model.generate, ids) for ids in prompts]
-    options = EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT)
+    options = EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT, mode="fetch")
     with (
         daemons(1, "64MiB", keep_s="600") as cluster,
         TokenLakeEngine(model, cluster.nodes[0].socket, options) as engine,
@@ -44,7 +44,6 @@ def test_the_same_tokens_and_hits(model: Any) -> None:
             def hits() -> int:
                 before = engine.counts.tokens_hit
                 assert [greedy(engine.generate, ids) for ids in prompts] == expected
-                print("HITS", engine.counts.tokens_hit - before, engine._connection._pool, engine._connection._retry_at - engine._connection._clock(), engine._connection._closed, engine._connection._pool and engine._connection._pool.connected)
                 return int(engine.counts.tokens_hit - before)
 
             # A request in the moment before the engine is connected again is a miss.

@@ -48,9 +48,9 @@ def test_the_same_tokens_and_hits(engine: Engine, plain: Engine, cluster: Cluste
     restart(cluster, 1, how)
     # Lookups in the moment before the engine is connected again are misses.
     wait_until(lambda: again(engine, tokens[0])[1] == 512, "hits are back")
-    stored = engine.call("counts")["segments_stored"]
+    stored = engine.call("counts")["tokens_stored"]
     assert [again(engine, one) for one in tokens] == [(answer, 512) for answer in expected]
-    assert engine.call("counts")["segments_stored"] == stored, "nothing was stored again"
+    assert engine.call("counts")["tokens_stored"] == stored, "nothing was stored again"
 
 
 def test_requests_go_on_while_the_daemon_restarts(engine: Engine, plain: Engine, cluster: Cluster) -> None:
