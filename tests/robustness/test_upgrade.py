@@ -31,20 +31,22 @@ def _executed() -> Iterator[None]:
 
 
 @contextmanager
-def three(encrypted: bool) -> Iterator[Cluster]:
+def three(encrypted: bool, kept: bool) -> Iterator[Cluster]:
     make = certified.encrypted if encrypted else Cluster
-    cluster = make(NODES, "8MiB", "1MiB", match_deadline_ms="2000")
+    cluster = make(NODES, "8MiB", "1MiB", match_deadline_ms="2000", keep_s="600" if kept else "0")
     cluster.deadlines = PATIENT
     with cluster:
         yield cluster
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_one_node_at_a_time_is_upgraded_under_load(encrypted: bool) -> None:
+@pytest.mark.parametrize(
+    ("encrypted", "kept"), [(False, False), (True, False), (True, True)], ids=["plain", "encrypted", "kept memory"]
+)
+def test_one_node_at_a_time_is_upgraded_under_load(encrypted: bool, kept: bool) -> None:
     """The load: an engine at each node reads prompts and stores those that are missing. Only the engine of the node
-    that restarts may meet errors."""
+    that restarts may meet errors. `kept`: memory outlives the daemons, so that a node finds what only it had."""
     with ExitStack() as stack:
-        cluster = stack.enter_context(three(encrypted))
+        cluster = stack.enter_context(three(encrypted, kept))
         pools, loaded = (
             [stack.enter_context(cluster.connect(number, LAYOUT)) for number in range(NODES)] for _ in range(2)
         )
@@ -60,12 +62,14 @@ def test_one_node_at_a_time_is_upgraded_under_load(encrypted: bool) -> None:
         for number, node in enumerate(cluster.nodes):
             # What engines of the other nodes computed is found throughout.
             others = [pool for at, pool in enumerate(pools) if at != number]
-            kept = [Prompt(100 + 10 * number + at, SEGMENTS) for at in range(2)]
-            for pool, prompt in zip(others, kept, strict=True):
+            stay = [Prompt(100 + 10 * number + at, SEGMENTS) for at in range(2)]
+            for pool, prompt in zip(others, stay, strict=True):
                 assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+            own = Prompt(500 + number, SEGMENTS)
+            assert outcomes(store(pools[number], own)) == {Code.COMMITTED}
             wait_told(cluster)
             assert node.stop() == 0
-            for prompt, pool in itertools.product(kept, others):
+            for prompt, pool in itertools.product(stay, others):
                 found(pool, prompt)
             node.start(NEWER)
             cluster.wait_ready()
@@ -75,7 +79,7 @@ def test_one_node_at_a_time_is_upgraded_under_load(encrypted: bool) -> None:
             wait(NODES)
             assert [asker.failed + asker.wrong for asker in askers] == [0] * NODES
             # What was computed before is found, from the upgraded node too, and what one node computes, others find.
-            for prompt, pool in itertools.product(kept, pools):
+            for prompt, pool in itertools.product([*stay, *([own] if kept else [])], pools):
                 found(pool, prompt)
             for at, pool in enumerate(pools):
                 prompt = Prompt(1000 + 10 * number + at, SEGMENTS)

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Seconds between two attempts to allocate the memory of a region, or to give it back."""
+FIRST_LOOK_S = 0.05
+"""Seconds behind the start at which all memory counts as prepared if the rules have ordered none beside that which was
+kept."""
 MOST_MAKERS = 8
 """Maximum number of threads that allocate memory. The kernel zeroes pages at the bandwidth of the memory with fewer."""
 PROGRESS_S = 10.0
@@ -92,7 +95,8 @@ class Regions:
             for region in self._arena.numbers:
                 if self._driver.core.store.region_owner(region) is not None:
                     self._transports.nixl.add(region)
-        self.show_progress()
+        # The rules order what is missing with their first timer.
+        self._loop.call_later(FIRST_LOOK_S, self.show_progress)
 
     def show_progress(self) -> None:
         """Report how much memory is prepared. To be called when some was."""

@@ -224,7 +224,8 @@ class Daemon:
         )
         if kept is not None:
             kept.begin(self.driver, loop, incarnation)
-            self.regions.adopted()
+            if kept.nbytes:
+                self.regions.adopted()
         self.driver.start()
         self.control: ControlServer | None = None
         try:

@@ -31,6 +31,32 @@ def killed(seed: int) -> Outcome:
     return at.outcome
 
 
+def restarted_with_memory(seed: int, *, killed: bool) -> Outcome:
+    """As `killed`, and the memory outlives the daemon: a lease and its arrays go on, and nothing is lost."""
+    with world(seed, keep_s="600") as at:
+        at.fill_partly_at(0)
+        mine, node = at.engines[0], at.nodes[0]
+        lease = match(mine.pool, at.prompts[0])
+        arrays = lease.fetch()
+        at.begin()
+        with asking(at.engines, at.read) as wait:
+            wait(5)
+            if killed:
+                node.kill()
+            else:
+                assert node.stop() == 0
+            wait(20)
+            node.start()
+            at.cluster.wait_ready()
+        wait_until(mine.answered, "its engine is back")
+        mine.check(at.prompts[0], arrays)
+        mine.check(at.prompts[0], lease.fetch())
+        del arrays
+        lease.release()
+        at.ends()
+    return at.outcome
+
+
 def stopped(seed: int) -> Outcome:
     """Engines of both nodes read while the daemon is stopped, and after it continues."""
     with world(seed) as at:

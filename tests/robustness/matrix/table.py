@@ -47,6 +47,7 @@ class Cell:
 
 AT_ONCE = "calls fail at once, none waits for its deadline"
 RESUMED = "one call fails at once; the session goes on, leased segments stay leased and readable; nothing is lost"
+KEPT = "arrays and leases go on at the next daemon; nothing is lost"
 UNNOTICED = "other engines notice nothing"
 
 CELLS = (
@@ -56,6 +57,18 @@ CELLS = (
         f"{AT_ONCE}; arrays stay readable; at most the segments that only it held are lost; its engine reconnects by "
         "itself",
         on_daemon.killed,
+    ),
+    Cell(
+        "daemon",
+        "kill-kept-memory",
+        f"{AT_ONCE}; {KEPT}",
+        partial(on_daemon.restarted_with_memory, killed=True),
+    ),
+    Cell(
+        "daemon",
+        "end-kept-memory",
+        f"{AT_ONCE}; {KEPT}",
+        partial(on_daemon.restarted_with_memory, killed=False),
     ),
     Cell(
         "daemon",
