@@ -17,7 +17,7 @@ from tokenlake_bench.routing.instance import BATCH, CHUNK_TOKENS
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.simulation.acts import ACTS, with_acts
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, merged, with_flash, with_swarms
-from tokenlake_bench.simulation.cold import LATENCY_S, RATE
+from tokenlake_bench.simulation.cold import LATENCY_S, RATE, ColdContent
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
 from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
@@ -43,7 +43,7 @@ JITTER_S: Final = 3.0
 """Largest rounding in seconds of the times of known traces; a random delay up to it spreads the requests again."""
 SIMULATED: Final = (
     *("engine_cache_tokens", "disk_tokens", "disk_writes_per_day", "cold_tokens", "cold_latency", "cold_rate"),
-    *("cold_per_day", "route", "pools", "baselines", "model", "gpu"),
+    *("cold_per_day", "stop_at", "route", "pools", "baselines", "model", "gpu"),
     *("tensor_parallel", "chunk_tokens", "balance_threshold", "nvlink"),
     *("rate", "copies", "swarm", "flash_at", "restart_every", "open_loop", "goodput"),
     *("acts", "acts_right"),
@@ -55,7 +55,10 @@ SIMULATED: Final = (
 class CacheHitArguments:
     """Arguments of the command, those in `SIMULATED` for simulated engines alone. Capacities are those of the whole
     pool; `engine_cache_tokens` is the GPU cache of each instance, None where `capacity_tokens` is all memory for
-    caches; `disk_tokens`: what the disks of all nodes hold, None for none. `rate`: requests per second of all
+    caches; `disk_tokens`: what the disks of all nodes hold, None for none; `cold_tokens`: what
+    the cold tier holds, with `cold_latency` milliseconds until a read's first byte, `cold_rate` GB/s between each node
+    and the tier, and `cold_per_day` bytes that each node may write per day; `stop_at`: second at which all nodes stop
+    and others start with the cold tier alone. `rate`: requests per second of all
     copies together, None for the trace's own. `tensor_parallel`: number of GPUs of an instance, None for the fewest
     that the model needs. `chunk_tokens`: number of tokens that a forward pass computes at most.
     `balance_threshold`: the cache-aware router sends a request to the shortest queue where the queues differ by
@@ -82,6 +85,7 @@ class CacheHitArguments:
     cold_latency: float | None = None
     cold_rate: float | None = None
     cold_per_day: float | None = None
+    stop_at: float | None = None
     route: str | None = None
     baselines: str | None = None
     pools: str | None = None
@@ -119,6 +123,13 @@ class CacheHitArguments:
             raise ConfigurationError("acts_right", self.acts_right, "a share from 0 to 1, beside 'acts'")
         if self.disk_writes_per_day is not None and not 0 <= self.disk_writes_per_day < math.inf:
             raise ConfigurationError("disk_writes_per_day", self.disk_writes_per_day, "a finite number, at least 0")
+        for name in ("cold_latency", "cold_rate", "cold_per_day", "stop_at"):
+            if (value := getattr(self, name)) is None:
+                continue
+            if self.cold_tokens is None:
+                raise ConfigurationError(name, value, "absent, or beside 'cold_tokens'")
+            if not (0 < value < math.inf or (value == 0 and name in ("cold_latency", "cold_per_day"))):
+                raise ConfigurationError(name, value, "a finite number above 0, or 0 for a latency or no budget")
         for name, least in LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigurationError(name, value, f"at least {least}")
@@ -175,10 +186,10 @@ class CacheHitArguments:
             nvlink=self.nvlink,
         )
 
-    def run_of(self, pool: PoolSystem) -> PooledRun:
-        """A run of one form of the pool."""
+    def run_of(self, pool: PoolSystem, cold: ColdContent | None = None) -> PooledRun:
+        """A run of one form of the pool. `cold`: the content of the cold tier; None: an empty one."""
         chunk_tokens = self.chunk_tokens or CHUNK_TOKENS
-        run = pool.prepare(self.options(), self.engine(), self.engine_cache_tokens, chunk_tokens)
+        run = pool.prepare(self.options(), self.engine(), self.engine_cache_tokens, chunk_tokens, cold)
         run.restart_every_s = self.restart_every
         return run
 

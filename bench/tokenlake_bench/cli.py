@@ -68,6 +68,7 @@ def bench() -> None:
 @_option("--cold-latency", type=float, help="simulate: milliseconds until the cold tier's first byte. [default: 2]")
 @_option("--cold-rate", type=float, help="simulate: GB/s between each node and the cold tier. [default: 5]")
 @_option("--cold-per-day", type=float, help="simulate: bytes that a node may write to it. [default: the setting's]")
+@_option("--stop-at", type=float, help="simulate: at this second all nodes stop; others start with the cold tier.")
 @_option("--route", help="simulate: the node of each request: least-loaded or round-robin. [default: the first]")
 @_option("--pools", help="simulate: forms of the pool, or all. [default: pool, and pool-real for real baselines]")
 @_option("--baselines", help="simulate: systems to compare with, all or none. [default: cache-aware-perfect]")

@@ -103,7 +103,7 @@ def damage(cluster: Cluster, keys: Sequence[SegmentKey]) -> None:
 # -- reads
 
 
-def test_a_cluster_without_a_memory_of_it_reads_what_another_one_wrote() -> None:
+def test_a_new_cluster_reads_what_another_one_wrote() -> None:
     cluster, (reader,), gone = restarted()
     matched = match(cluster, reader, gone[0])
     assert matched.codes == bytes([Code.REMOTE]) * 4
@@ -176,7 +176,7 @@ def test_a_prefix_of_another_node_is_continued_from_the_tier() -> None:
     assert count(cluster, READ) == 2
 
 
-def test_what_another_node_has_behind_the_gap_is_not_read_from_the_tier() -> None:
+def test_what_another_node_has_behind_the_gap_comes_from_there() -> None:
     cluster, readers, gone = restarted(2)
     store(cluster, readers[1], gone[0][2:], 2)
     assert read(cluster, readers[0], gone[0]) == bytes([Code.LOCAL]) * 4
@@ -230,7 +230,7 @@ def test_engines_tell_how_long_they_compute() -> None:
     took = (matched.lease, 0, 4 * tokens, 0.2)
     reader.processes[0].tell(engine.Release(((matched.lease, 0, 4),), True, took=(took,)))
     cluster.run_for(0.1)
-    assert cluster.core(0)._tier.compute_s(PoolId(RED, SLOT_BYTES)) == pytest.approx(0.05)
+    assert cluster.core(0)._tier._compute_s[PoolId(RED, SLOT_BYTES)] == pytest.approx(0.05)
 
 
 def test_a_long_queue_counts_in_the_price() -> None:
@@ -284,7 +284,7 @@ def test_a_tier_that_goes_is_not_asked() -> None:
     assert read(cluster, reader, gone[0]) == bytes([Code.LOCAL]) * 4
 
 
-def test_a_tier_that_goes_during_a_read_frees_its_slots_at_the_end() -> None:
+def test_slots_stay_pinned_until_a_read_ends_when_the_tier_goes() -> None:
     cluster, (reader,), gone = restarted()
     matched = match(cluster, reader, gone[0])
     cold_of(cluster).slow_s = 0.02
@@ -297,7 +297,7 @@ def test_a_tier_that_goes_during_a_read_frees_its_slots_at_the_end() -> None:
     assert replies[0].codes == bytes([Code.LOCAL]) * 4
 
 
-def test_a_late_answer_of_the_index_delays_no_match_beyond_its_deadline() -> None:
+def test_a_late_answer_of_the_index_delays_no_match_for_long() -> None:
     cluster, (reader,), gone = restarted()
     cold_of(cluster).late_s = 1.0
     began = cluster.clock.now
@@ -313,7 +313,9 @@ def test_damaged_objects_are_misses_and_are_removed() -> None:
     assert read(cluster, reader, gone[0]) == bytes([Code.LOCAL, Code.BAD_CHECKSUM, Code.LOCAL, Code.LOCAL])
     assert count(cluster, DAMAGED) == 1
     assert not has(cluster, gone[0][1:2])
-    assert cluster.core(0)._context.removals.get(RED, gone[0][1]).rule == COLD_DAMAGED_RULE
+    removal = cluster.core(0)._context.removals.get(RED, gone[0][1])
+    assert removal is not None
+    assert removal.rule == COLD_DAMAGED_RULE
 
 
 def test_an_object_that_is_gone_is_not_asked_for_again_at_once() -> None:
@@ -389,7 +391,7 @@ def test_a_tier_that_refuses_writes_is_left_alone_for_a_while() -> None:
     assert count(cluster, WRITTEN) > 0
 
 
-def test_slots_stay_pinned_until_a_write_ends_also_when_the_tier_goes() -> None:
+def test_slots_stay_pinned_until_a_write_ends_when_the_tier_goes() -> None:
     cluster = calm(1, has_cold=True)
     cold_of(cluster).slow_s = 3.0
     writer = cluster.join(0)
@@ -419,7 +421,7 @@ def test_an_operator_evicts_from_the_tier() -> None:
     assert not cold_of(cluster).objects
 
 
-def test_what_is_evicted_while_it_is_written_is_erased_behind_the_write() -> None:
+def test_what_is_evicted_during_its_write_is_erased_behind_it() -> None:
     cluster = calm(1, has_cold=True)
     cold_of(cluster).slow_s = 2.0
     writer = cluster.join(0)

@@ -7,8 +7,8 @@
         v
     ColdWritten --> in the cold tier and in memory --> evicted as any other; a match finds it in the cold tier
 
-Only the owner of a segment writes it. The budget bounds the bytes that this node writes per day. A segment that an
-operator evicts while it is written is erased behind the write.
+Only the owner of a segment writes it, and nothing is written that is always cheaper to compute. The budget bounds the
+bytes that this node writes per day. A segment that an operator evicts while it is written is erased behind the write.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ MAX_WRITING_S = 1.0
 """Maximum seconds of writing under way."""
 PINNED_PART = 16
 """Maximum part of a pool's slots (1 / `PINNED_PART`) that writes under way keep pinned; at least one write."""
+MANY = 1024
+"""Segments that are read at a time where no queue and no latency count: what does not pay then is not written."""
 EVICTIONS_HALF_LIFE_S = 300.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 300.0
 """Seconds without a further write after one that failed whole: the first time, doubled each time, and at most."""
@@ -121,6 +123,8 @@ class Cold(Part):
         return self._tier.ready and self._context.now >= self._until
 
     def _look_at(self, pool: SlotPool) -> None:
+        if not self._tier.pays(pool.id, MANY):
+            return
         chosen: list[Segment] = []
         for segment in departing(self._context.store, pool):
             if segment.pins or _is_saved(segment) or segment.source is not None:

@@ -16,7 +16,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.instructions import ColdErase, ColdRead
 from tokenlake.disk import NOTE_BYTES
 from tokenlake.disk.notes import Notes
-from tokenlake.disk.reads import LEAST_RATE, RATE_WEIGHT, READ_BYTES, READ_SEGMENTS, ReadQueue
+from tokenlake.disk.reads import READ_BYTES, READ_SEGMENTS, ReadQueue
 from tokenlake.identity import TenantId
 from tokenlake.memory import PoolId, Segment, State
 from tokenlake.memory.removals import COLD_DAMAGED_RULE
@@ -45,8 +45,6 @@ MEASURED_BYTES = 16 << 20
 """Bytes that come before the rate of all reads together is measured again."""
 READS = 8
 """Reads that are under way at a time: those of a store with a latency of 50 ms and 5 GB/s."""
-PART_OF_COMPUTING = 0.5
-"""A read may take this part of the time in which an engine computes the segments: engines wait no longer for one."""
 
 
 class ColdReads:
@@ -78,10 +76,7 @@ class ColdReads:
 
     def pays(self, pool: PoolId, segments: int) -> bool:
         """Returns True if reading so many segments is cheaper than computing them, or the time of that is not known."""
-        compute_s = self.tier.compute_s(pool)
-        if compute_s is None:
-            return True
-        return self.predict_s(segments * pool.slot_bytes) <= PART_OF_COMPUTING * segments * compute_s
+        return self.tier.pays(pool, segments, self._queue.predict_s(0))
 
     def add(self, transfer: Transfer) -> None:
         """Queue one or more reads into the slots that are reserved for the segments of a transfer."""
@@ -162,8 +157,7 @@ class ColdReads:
         busy_s = self._context.now - self._busy_since
         if self._came >= MEASURED_BYTES and busy_s > 0:
             rate = self._came / busy_s
-            known = self.tier.read_rate
-            self.tier.read_rate = max(LEAST_RATE, known + RATE_WEIGHT * (rate - known))
+            self.tier.measured(rate)
             self._came, self._busy_since = 0, self._context.now
 
     def _recall(self, segment: Segment, packed: bytes) -> None:

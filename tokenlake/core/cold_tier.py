@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from tokenlake.core.context import Context, Part
 from tokenlake.core.events import ColdGone, ColdLooked, ColdReady
 from tokenlake.core.instructions import ColdLook, Note
+from tokenlake.disk.reads import LEAST_RATE, RATE_WEIGHT
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.memory import PoolId
 from tokenlake.metrics import Metric
@@ -39,6 +40,10 @@ MAX_ABSENT = 1 << 12
 """Maximum number of segments that are remembered as absent; the oldest are forgotten first."""
 COMPUTE_WEIGHT = 0.2
 """Weight of the newest report in the running mean of the time in which engines compute a segment."""
+PART_OF_COMPUTING = 0.5
+"""A read may take this part of the time in which an engine computes the segments: engines wait no longer for one."""
+FORGET_S = 60.0
+"""Seconds without a read after which the rate that the driver reported counts, in place of that of earlier reads."""
 MAX_POOLS = 1024
 """Maximum number of pools whose time is remembered."""
 Answer = Callable[[list[bool]], None]
@@ -54,6 +59,8 @@ class ColdTier(Part):
         self.latency_s = 0.0
         self.read_rate = self.write_rate = 1.0
         """Bytes per second. Reads change the first."""
+        self._reported_rate = 1.0
+        self._measured_at = 0.0
         self._aside_until = 0.0
         self._pause_s = LEAST_PAUSE_S
         self._looks: dict[int, tuple[int, Answer]] = {}
@@ -75,10 +82,11 @@ class ColdTier(Part):
 
     def came_up(self, event: ColdReady) -> None:
         """The cold tier can be used, or has other rates."""
-        self._ready = True
-        self._aside_until, self._pause_s = 0.0, LEAST_PAUSE_S
+        if not self._ready:
+            self._ready, self._aside_until, self._pause_s = True, 0.0, LEAST_PAUSE_S
+        self._reported_rate = max(1.0, event.read_bytes_per_s)
         self.latency_s = max(0.0, event.latency_s)
-        self.read_rate, self.write_rate = max(1.0, event.read_bytes_per_s), max(1.0, event.write_bytes_per_s)
+        self.read_rate, self.write_rate = self._reported_rate, max(1.0, event.write_bytes_per_s)
 
     def went(self, event: ColdGone) -> None:
         """The cold tier cannot be used."""
@@ -95,6 +103,11 @@ class ColdTier(Part):
     def delivered(self) -> None:
         """A read brought bytes."""
         self._pause_s = LEAST_PAUSE_S
+
+    def measured(self, rate: float) -> None:
+        """Reads brought so many bytes per second, all together."""
+        self._measured_at = self._context.now
+        self.read_rate = max(LEAST_RATE, self.read_rate + RATE_WEIGHT * (rate - self.read_rate))
 
     # -- what it has
 
@@ -132,9 +145,17 @@ class ColdTier(Part):
         if len(self._compute_s) > MAX_POOLS:
             self._compute_s.popitem(last=False)
 
-    def compute_s(self, pool: PoolId) -> float | None:
-        """The seconds in which engines compute a segment of this pool; None before one has reported them."""
-        return self._compute_s.get(pool)
+    def pays(self, pool: PoolId, segments: int, queued_s: float = 0.0) -> bool:
+        """Returns True if reading so many segments, behind reads that take `queued_s`, is cheaper than computing them,
+        or the time of that is not known."""
+        compute_s = self._compute_s.get(pool)
+        if compute_s is None:
+            return True
+        if self._context.now - self._measured_at > FORGET_S:
+            # Nothing was read for long: the measurement may be out of date.
+            self.read_rate = self._reported_rate
+        read_s = self.latency_s + queued_s + segments * pool.slot_bytes / self.read_rate
+        return read_s <= PART_OF_COMPUTING * segments * compute_s
 
     def census(self) -> dict[str, int]:
         return {"looks into the cold tier": len(self._looks), "segments that the cold tier lacks": len(self._absent)}

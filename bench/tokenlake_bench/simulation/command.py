@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
+from tokenlake.errors import ConfigurationError
 from tokenlake_bench.cache_hit import ROUND_ROBIN, CacheHitArguments
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import output, table, write_json
@@ -14,6 +16,7 @@ from tokenlake_bench.routing import SystemRow, run_system
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.goodput import SHARE, search
 from tokenlake_bench.simulation.results import SimulatedResult, figures_of, pool_table, systems_table
+from tokenlake_bench.simulation.stopped import StopFigures, run_stopped, stop_table
 
 
 @dataclass(eq=False)
@@ -26,6 +29,7 @@ class Study:
     figures: dict[str, Any] | None = None
     """Those of the first form of the pool."""
     flash: tuple[float, int] | None = None
+    stop: StopFigures | None = None
     complete: bool = False
 
     def run(self) -> SimulatedResult | None:
@@ -37,6 +41,9 @@ class Study:
         fleet = arguments.fleet(engine)
         fleet.capacity(arguments.size[1])
         name, arrivals = arguments.arrivals()
+        stop_at = arguments.stop_at
+        if stop_at is not None and not arrivals[0].at_s < stop_at <= arrivals[-1].at_s:
+            raise ConfigurationError("stop_at", stop_at, f"a second of the workload, at most {arrivals[-1].at_s:.0f}")
         if arguments.trace is None:
             self.console.print("no --trace: simulating the built-in workload")
         try:
@@ -59,6 +66,8 @@ class Study:
                 with LiveProgress(system.name, len(arrivals)) as bar:
                     row = run_system(accesses, system, fleet, lambda done, bar=bar: bar.update(done, ""))  # type: ignore[misc]
                 self._done(system.name, row)
+            if arguments.stop_at is not None:
+                self.stop = run_stopped(partial(arguments.run_of, pools[0]), arrivals, arguments.stop_at)
             self.complete = True
         except KeyboardInterrupt:
             self.console.print("interrupted: the results so far follow", soft_wrap=True)
@@ -66,6 +75,8 @@ class Study:
         if result is not None:
             self.console.print(systems_table(result))
             self.console.print(pool_table(result, name))
+            if result.stop is not None:
+                self.console.print(stop_table(result.stop))
         return result
 
     def _done(self, name: str, row: SystemRow) -> None:
@@ -83,6 +94,8 @@ class Study:
             engine_cache_tokens=self.arguments.engine_cache_tokens,
             disk_tokens=self.arguments.disk_tokens,
             flash_busiest=self.flash,
+            cold_tokens=self.arguments.cold_tokens,
+            stop=self.stop,
             complete=self.complete,
         )
         write_json(result, self.arguments.json_file)

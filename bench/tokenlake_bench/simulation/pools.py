@@ -10,6 +10,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.instance import CHUNK_TOKENS
 from tokenlake_bench.simulation.cached import CachedEngine
+from tokenlake_bench.simulation.cold import ColdContent
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledEngine, PooledRun
@@ -33,15 +34,23 @@ class PoolSystem:
         engine: EngineModel,
         engine_cache_tokens: int | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
+        cold: ColdContent | None = None,
     ) -> PooledRun:
         """A run of this form of the pool. `engine_cache_tokens`: each instance has a GPU cache of so many tokens, of
-        which requests under way take memory in place of the pool."""
+        which requests under way take memory in place of the pool. `cold`: as of `SimulatedCluster`."""
         instance = (
             PooledEngine
             if engine_cache_tokens is None
             else partial(CachedEngine, engine_cache_tokens=engine_cache_tokens)
         )
-        run = PooledRun(options, engine, counts_memory=self.counts_memory, instance=instance, chunk_tokens=chunk_tokens)
+        run = PooledRun(
+            options,
+            engine,
+            counts_memory=self.counts_memory,
+            instance=instance,
+            chunk_tokens=chunk_tokens,
+            cold=cold,
+        )
         if self.planned:
             run.route = PlannedRoute(run)
         return run

@@ -12,9 +12,10 @@ from tokenlake_bench.baselines import baselines
 from tokenlake_bench.hits import CacheHitResult, hit_rows
 from tokenlake_bench.report import format_bytes, format_duration, format_ratio, format_share, table
 from tokenlake_bench.routing import SystemRow
-from tokenlake_bench.routing.outcome import DiskUse
+from tokenlake_bench.routing.outcome import ColdUse, DiskUse
 from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
+from tokenlake_bench.simulation.stopped import StopFigures
 
 GIB = 1 << 30
 
@@ -26,15 +27,17 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     under way take no memory, as in live mode. `wrong_bytes` is 0 because segments have no bytes. `duplication` is the
     mean number of copies per stored segment. `systems`: every form of the pool and every other system, by name. An
     instance is `gpus` GPUs; `engine_cache_tokens` is the length of its GPU cache, None where `capacity_tokens` is all
-    memory for caches; `disk_tokens` are those that the pool's disks hold, None without disks. `rate`: arriving requests
-    per second. `messages_per_request`: frames between nodes of the pool. `read_s`: median and 99th percentile of the
-    seconds from the match to the last byte of the prefix, over the requests that read something. `flash_busiest`:
-    the load of the busiest node in the 10 s that begin with the flash crowd, divided by the mean and in bytes; None
-    without one. `complete`: the run was not interrupted.
+    memory for caches; `disk_tokens` are those that the pool's disks hold, None without disks;
+    `cold_tokens` those that the cold tier holds; `stop`: what is found behind a stop of all nodes. `rate`: arriving
+    requests per second. `messages_per_request`: frames between nodes of the pool. `read_s`: median and 99th percentile
+    of the seconds from the match to the last byte of the prefix, over the requests that read something.
+    `flash_busiest`: the load of the busiest node in the 10 s that begin with the flash crowd, divided by the mean and
+    in bytes; None without one. `complete`: the run was not interrupted.
     """
 
     duplication: float
     disk: DiskUse | None
+    cold: ColdUse | None = None
     systems: dict[str, SystemRow]
     model: str
     gpu: str
@@ -43,6 +46,8 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     segment_tokens: int
     engine_cache_tokens: int | None = None
     disk_tokens: int | None = None
+    cold_tokens: int | None = None
+    stop: StopFigures | None = None
     rate: float
     messages_per_request: float
     read_s: tuple[float, float]
@@ -79,6 +84,7 @@ def figures_of(run: PooledRun) -> dict[str, Any]:
         "nodes": options.nodes,
         "seed": options.seed,
         "disk": simulation.disk_use(max(answer.at_s for answer in run.answers)),
+        "cold": simulation.cold_use(max(answer.at_s for answer in run.answers)),
         "model": engine.model.name,
         "gpu": engine.gpu.name,
         "gpus": engine.gpus,
@@ -103,6 +109,20 @@ def pool_table(result: SimulatedResult, workload: str) -> Table:
             ("written to disk per day, per node", format_bytes(int(disk.written_bytes_per_day / result.nodes))),
             ("the same in sizes of the disk", f"{disk.writes_per_day:.1f}"),
             ("written, of what memory evicted", format_share(disk.written_share)),
+        ]
+    )
+    cold = result.cold
+    disks += (
+        []
+        if cold is None
+        else [
+            ("capacity of the cold tier", f"{result.cold_tokens or 0:,} tokens"),
+            ("hits from the cold tier", f"{cold.tokens:,} tokens"),
+            (
+                "written to the cold tier per day, per node",
+                format_bytes(int(cold.written_bytes_per_day / result.nodes)),
+            ),
+            ("written, of what memory evicted", format_share(cold.written_share)),
         ]
     )
     long = next(iter(result.systems.values())).long_prompts
@@ -145,6 +165,7 @@ def systems_table(result: SimulatedResult) -> Group:
     """All compared systems as two tables for a terminal, with a row per system: what a user sees, then caches and
     load."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
+    colds = any(row.cold_written_share is not None for row in result.systems.values())
     disks = any(row.disk_written_share is not None for row in result.systems.values())
     long = any(row.long_prompts is not None for row in result.systems.values())
     seen = [
@@ -166,6 +187,7 @@ def systems_table(result: SimulatedResult) -> Group:
             _percent(row.remote_share),
             _percent(row.engine_share),
             *([_percent(row.disk_share)] if disks else []),
+            *([_percent(row.cold_share)] if colds else []),
             f"{row.duplication:.2f}",
             f"{row.bytes_moved / GIB:.0f}",
             "-" if row.load_cv is None else f"{row.load_cv:.2f}",
@@ -188,6 +210,7 @@ def systems_table(result: SimulatedResult) -> Group:
                 "remote %",
                 "in GPU %",
                 *(["disk %"] if disks else []),
+                *(["cold %"] if colds else []),
                 "copies",
                 "GiB",
                 "load CV",

@@ -91,7 +91,7 @@ class Trail:
 
     @property
     def charged_keys(self) -> int:
-        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, the `slow` ones of them twice, and its
+        """Number of keys that this trail counts for `MAX_KEYS`: its missing keys, twice if they are `slow`, and its
         other codes at one key per 32, those of hits three times."""
         return len(self.missing) + len(self.slow) + (len(self.account.beyond.codes) + 3 * self.hits) // KEY_BYTES
 
