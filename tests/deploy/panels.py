@@ -431,8 +431,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         _graph(
             "Use of the cold tier",
             SHARE,
-            "Bytes of all objects, of all nodes, as a share of `cold_size`. From 92 % on the longest unused ones expire. "
-            "Empty without the setting `cold`.",
+            "Bytes of all objects, of all nodes, as a share of `cold_size`. From 92 % on the longest unused ones "
+            "expire. Empty without the setting `cold`.",
             ("sum by (instance) (tokenlake_cold_used_bytes{N} / tokenlake_cold_size_bytes{N})", "{{instance}}"),
         ),
         _graph(

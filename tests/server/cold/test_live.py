@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -82,6 +83,8 @@ def test_another_cluster_finds_what_one_computed(tmp_path: Path) -> None:
         stopped(first)
     with daemons(3, cluster="second", **settings) as second:
         ready(second)
+        health = json.loads(second.nodes[0].page("/health"))["cold"]
+        assert (health["place"], health["serving"], health["problem"]) == (str(place), True, "")
         wait_until(lambda: known(second) >= SEGMENTS * len(prompts), "the index is read")
         after = sum(found(second, [prompt], at % 3) for at, prompt in enumerate(requests))
         assert after == SEGMENTS * len(requests), (before, after)
