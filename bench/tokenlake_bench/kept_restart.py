@@ -18,13 +18,14 @@ from rich.table import Table
 from tokenlake.config.values import parse_size
 from tokenlake.errors import ConfigurationError, TokenLakeError, Unreachable
 from tokenlake.identity import SegmentKey
+from tokenlake_bench.conversations import Conversations
 from tokenlake_bench.daemons import PATIENT
 from tokenlake_bench.load import Answer, Load, hit_rate, ideal_rate
 from tokenlake_bench.payload import PayloadIdentity, fill, wrong_bytes
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_duration, format_share, output, table, write_json
 from tokenlake_bench.restart import LAYOUT as SMALL
-from tokenlake_bench.restart import RATE, WARM, Conversations
+from tokenlake_bench.restart import RATE, WARM
 from tokenlake_bench.sizing import layout_of
 from tokenlake_client import Deadlines, Lease, Pool
 from tokenlake_testing.cluster import Cluster, Node
@@ -348,7 +349,7 @@ def _keeper(node: Node) -> int:
 def _upgrades(arguments: KeptRestartArguments) -> tuple[list[Upgrade], int, int]:
     cluster = Cluster(arguments.nodes, MEMORY, REGION, keep_s=KEEP_S, **PATIENT)
     cluster.deadlines = Deadlines(call_s=2.0)
-    source, found = Conversations(arguments.seed, arguments.nodes), list[Upgrade]()
+    source, found = Conversations(arguments.seed, arguments.nodes, SMALL), list[Upgrade]()
     plan = [(signal, node) for signal in SIGNALS for node in cluster.nodes]
     sockets = [node.socket for node in cluster.nodes]
     with (
