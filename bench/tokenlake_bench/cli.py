@@ -225,6 +225,21 @@ def restart(**arguments: Any) -> None:
     _run("restart", "restart", arguments)
 
 
+@bench.command("cold")
+@_option("--nodes", default=2, help="Daemons of each cluster.")
+@_option("--requests", default=200, help="Requests before the end of a cluster, and of the next one.")
+@_option("--late-ms", default=50.0, help="Milliseconds by which reads of the tier begin later, in one of the runs.")
+@_option("--directory", type=_DIRECTORY, help="Where the tier is. [default: with the temporary files]")
+@_seed
+@_json
+def cold(**arguments: Any) -> None:
+    """Stop or kill a cluster with a cold tier, and measure what another one finds that starts with the tier alone.
+
+    Real daemons and a directory. Every byte read is compared.
+    """
+    _run("cold", "cold", arguments)
+
+
 @bench.command("churn")
 @_option("--nodes", default=8, help="Daemons at the start.")
 @_option(

@@ -3,13 +3,11 @@ another and all at once, and what it has again after each start."""
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,13 +17,13 @@ from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, DeadlinePassed, Unreachable
 from tokenlake.identity import SegmentKey
+from tokenlake_bench.conversations import CONVERSATIONS, Conversations
 from tokenlake_bench.daemons import PATIENT
-from tokenlake_bench.load import Asked, Load, hit_rate, ideal_rate
-from tokenlake_bench.payload import PayloadIdentity, wrong_bytes
+from tokenlake_bench.load import Load, hit_rate, ideal_rate
+from tokenlake_bench.payload import wrong_bytes
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_duration, format_share, output, table, write_json
 from tokenlake_bench.sizing import bench_layout
-from tokenlake_bench.workload import BuiltinWorkload
 from tokenlake_client import Deadlines, Pool
 from tokenlake_testing.cluster import Cluster, Node
 from tokenlake_testing.disk_keys import keys_on_disk
@@ -34,13 +32,7 @@ MEMORY, REGION = "4MiB", "1MiB"
 """Of each node: about 500 segments, fewer than those of its open conversations."""
 SEGMENT_TOKENS: Final = 32
 LAYOUT: Final = bench_layout(SEGMENT_TOKENS)
-CONVERSATIONS: Final = 16
-"""Conversations that are open at a time, per node."""
 RATE: Final = 8.0
-REQUESTS: Final = 20_000
-"""Requests of the workload, after which it begins anew."""
-RECENT: Final = 50
-"""While nothing is stored, requests are repeated of so many last ones."""
 WARM: Final = 6 * CONVERSATIONS
 """Requests before the first restart, per node: the conversations have several turns by then, and memory is full."""
 PATIENCE_S: Final = 10.0
@@ -103,39 +95,6 @@ class RestartResult(msgspec.Struct, frozen=True, kw_only=True):
     wrong_bytes: int
 
 
-@dataclass
-class _Conversations:
-    """The requests of all engines: conversations that go on, or, while nothing is stored, repetitions of late
-    requests. So a segment that the cluster has lost stays lost until `storing` is set again."""
-
-    seed: int
-    nodes: int
-    storing: bool = True
-    digests: dict[SegmentKey, bytes] = field(default_factory=dict)
-    """The digest (`payload`) of each segment that was asked for."""
-
-    def __post_init__(self) -> None:
-        concurrent = CONVERSATIONS * self.nodes
-        self._workload = BuiltinWorkload(REQUESTS, self.seed, prompt_tokens=(600, 2_000), concurrent=concurrent)
-        self._identity = PayloadIdentity(self.seed, "default", LAYOUT.fingerprint())
-        self._taken = 0
-        self._draw = random.Random(self.seed)
-        self._lock = threading.Lock()
-
-    def draw(self, pool: Pool) -> Asked:
-        with self._lock:
-            storing = self.storing
-            number = self._taken if storing else max(0, self._taken - self._draw.randint(1, RECENT))
-            self._taken = (self._taken + storing) % REQUESTS
-        tokens = self._workload[number].tokens
-        keys = pool.prefix(tokens).keys
-        with self._lock:
-            known = [key in self.digests for key in keys]
-            self.digests.update(zip(keys, self._identity.digests(tokens, SEGMENT_TOKENS), strict=True))
-        ideal = known.index(False) if False in known else len(known)
-        return Asked(tokens, storing, not storing, number, ideal)
-
-
 def run_restart(arguments: RestartArguments, console: Console | None = None) -> RestartResult:
     """Run all restarts and print the table. Raises TokenLakeError: `Unreachable` where a daemon does not end or start,
     and after the table where bytes differ."""
@@ -145,7 +104,7 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
     cluster.give_disks()
     groups = ([[node] for node in cluster.nodes], [cluster.nodes])
     plan = [(signal, nodes) for chosen in groups for signal in ("SIGTERM", "SIGKILL") for nodes in chosen]
-    source, restarts = _Conversations(arguments.seed, arguments.nodes), list[Restart]()
+    source, restarts = Conversations(arguments.seed, arguments.nodes, LAYOUT), list[Restart]()
     sockets = [node.socket for node in cluster.nodes]
     with (
         LiveProgress("restarts", len(plan)) as progress,
@@ -175,7 +134,7 @@ def run_restart(arguments: RestartArguments, console: Console | None = None) -> 
 
 
 def _restart(
-    cluster: Cluster, load: Load, source: _Conversations, signal: str, nodes: Sequence[Node], requests: int
+    cluster: Cluster, load: Load, source: Conversations, signal: str, nodes: Sequence[Node], requests: int
 ) -> Restart:
     wrong = load.wrong_bytes
     before = load.next(requests)
@@ -228,7 +187,7 @@ class _Found:
     first_hit_s: float | None = None
 
 
-def _read(cluster: Cluster, source: _Conversations, node: Node, keys: Sequence[SegmentKey], began: float) -> _Found:
+def _read(cluster: Cluster, source: Conversations, node: Node, keys: Sequence[SegmentKey], began: float) -> _Found:
     """Read each of the segments at a node that starts, by itself, and compare its bytes. `began`: the time of the
     start."""
     found, left, until = _Found(), list(keys), time.monotonic() + PATIENCE_S
