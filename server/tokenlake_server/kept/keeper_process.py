@@ -137,6 +137,20 @@ def end_keeper(path: str) -> None:
                     sock.send(keeper.packet(b"end"))
 
 
+def held_bytes(path: str) -> int:
+    """Bytes of the memory that a keeper at `path` has while no daemon runs; 0 without one."""
+    total = 0
+    with contextlib.suppress(OSError):
+        sock = keeper.connect(path)
+        if sock is not None:
+            with sock:
+                if keeper.receive(sock)[0] == b"keeper":
+                    for number in _take(sock).values():
+                        total += os.fstat(number).st_blocks * 512
+                        os.close(number)
+    return total
+
+
 def _take(sock: socket.socket) -> dict[str, int]:
     """The descriptors that the keeper holds, by name; the caller owns them. Raises OSError."""
     taken: dict[str, int] = {}

@@ -141,10 +141,23 @@ class Kept:
             self._take_locks(left)
         except (LedgerRefused, OSError, ValueError) as reason:
             log.warning("this daemon starts empty, although %s has memory of one before: %s", self._store.name, reason)
+            self._forget()
         finally:
             for name, descriptor in left.items():
                 self._store.drop(name)
                 os.close(descriptor)
+
+    def _forget(self) -> None:
+        """Let go of all that was taken so far: this daemon starts empty."""
+        for number in self._arena.numbers:
+            self._arena.forget(number)
+        for survivor in self._survivors.values():
+            os.close(survivor.lock)
+        self._survivors.clear()
+        if self._ledger is not None:
+            self._ledger.close()
+        self._store.drop_all()
+        self._ledger, self.nbytes, self._clean = None, 0, True
 
     def _take_regions(self, book: LedgerFile, left: dict[str, int]) -> None:
         """Adopt the regions that can be used. Their descriptors leave `left`."""
