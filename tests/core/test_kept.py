@@ -271,7 +271,7 @@ def test_two_processes_return_to_one_session() -> None:
     assert not session.leases
 
 
-def test_a_claim_with_another_generation_keeps_the_slots_as_they_are() -> None:
+def test_a_grant_of_another_generation_is_refused() -> None:
     cluster, node, writer = scene()
     store(cluster, writer, KEYS[:1])
     place = copies(cluster, KEYS[0])[0].place

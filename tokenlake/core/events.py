@@ -17,8 +17,8 @@ from tokenlake.wire import engine, peer
 
 MAX_FOUND = 256
 """Maximum number of segments in one `DiskFound`."""
-MAX_KEPT = 128
-"""Maximum number of segments in one `SegmentsKept`: each takes the rules up to 8 us."""
+MAX_KEPT = 64
+"""Maximum number of segments in one `SegmentsKept`: each takes the rules 10 us."""
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -258,7 +258,7 @@ class Kept(Part):
         if number is not None:
             self._joined[new] = number
 
-    def claim(self, connection: ConnectionId, at: PoolId, place: SlotRef, *, writes: bool) -> Segment | None:
+    def hold(self, connection: ConnectionId, at: PoolId, place: SlotRef, *, writes: bool) -> Segment | None:
         """Returns the segment in a slot that a survivor still uses, which the caller pins if it is not READY or is
         leased. If the slot has none it goes to quarantine. None if the slot cannot be one that the survivor uses, or is
         not known."""

@@ -14,7 +14,7 @@ and an order to evict it puts the slot into quarantine.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
@@ -25,11 +25,22 @@ from tokenlake.memory.segment import Kind, PoolId, Segment, State
 from tokenlake.memory.slot_table import SlotTable
 from tokenlake.wire.slots import SlotRef
 
-if TYPE_CHECKING:
-    from tokenlake.memory.store import SegmentStore
-
 NO_KEY = SegmentKey(bytes(KEY_BYTES))
 """The key of a slot in quarantine whose segment is not known."""
+
+
+class Store(Protocol):
+    """What `KeptSlots` calls of the `SegmentStore` to which it belongs."""
+
+    recorded: dict[tuple[int, int], Segment] | None
+
+    def new_pool(self, at: PoolId) -> SlotPool: ...
+
+    def insert(self, segment: Segment) -> None: ...
+
+    def publish(self, segment: Segment, checksums: bytes, now: float) -> None: ...
+
+    def unpin(self, *segments: Segment) -> None: ...
 
 
 class KeptSlots:
@@ -37,7 +48,7 @@ class KeptSlots:
 
     def __init__(
         self,
-        store: SegmentStore,
+        store: Store,
         regions: RegionAllocator,
         slots: SlotTable,
         pools: dict[PoolId, SlotPool],

@@ -59,7 +59,7 @@ class Regrants:
             if known is not None and known.place == place and (held or survivor):
                 segment = known
             elif known is None and survivor and not (lease is not None and lease.is_held(index)):
-                found = self._kept.claim(connection, at, place, writes=False)
+                found = self._kept.hold(connection, at, place, writes=False)
                 if found is None:
                     continue
                 segment = found
@@ -93,7 +93,7 @@ class Regrants:
                 self._refuse(process)
                 codes[index] = Code.LOST
             elif known is None:
-                segment = self._kept.claim(connection, at, place, writes=True) if survivor else None
+                segment = self._kept.hold(connection, at, place, writes=True) if survivor else None
                 if segment is None:
                     codes[index] = Code.LOST
                 elif segment.state is State.READY:
