@@ -317,7 +317,7 @@ def test_a_survivor_that_connects_again_keeps_its_grants() -> None:
     core.check_integrity()
     assert core.census()["survivors"] == 0
     again = core.handle(events.Requested(2, engine.Regrant(1, ((5, 1, 0, slot),), (), True)), 0.0)
-    assert [each.message.codes for each in again if isinstance(each, instructions.Answer)] == [bytes([Code.LOCAL])]
+    assert again == [instructions.Answer(2, engine.Regranted(1, bytes([Code.LOCAL])))]
     core.check_integrity()
 
 
