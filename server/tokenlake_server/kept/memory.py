@@ -63,7 +63,7 @@ BATCH_BYTES = 64 << 20
 """Bytes of segments that one thread checks at a time."""
 LOOK_S = 0.1
 """Seconds between two looks at the locks of the engines of the daemon before."""
-SEAL_S = 5.0
+SEAL_S = 10.0
 """Limit of the seconds in which the rules write the newest notes, and in which the store reads, when the daemon
 ends."""
 
