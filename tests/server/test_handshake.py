@@ -94,7 +94,7 @@ def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"cluster": "c"}, {"node": "c"}, {"incarnation": 9}, {"version": 2}, {"nonce": b"c" * 32}, {"proof": bytes(32)}],
+    [{"cluster": "c"}, {"node": "c"}, {"incarnation": 9}, {"version": 1}, {"nonce": b"c" * 32}, {"proof": bytes(32)}],
     ids=str,
 )
 def test_a_changed_challenge_is_refused(change: dict[str, Any]) -> None:
