@@ -3,6 +3,7 @@ keeper holds their memory."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import suppress
@@ -42,6 +43,7 @@ SIGNALS: Final = ("SIGTERM", "SIGKILL")
 DEADLINES: Final = Deadlines(call_s=2.0, match_s=2.0)
 PAUSE_S: Final = 0.005
 LIMIT_S: Final = 120.0
+READY: Final = re.compile(r"is ready after ([0-9.]+) s")
 MEMORY, REGION = "16MiB", "1MiB"
 """Of each of the three nodes, whose open conversations fit: what is not found again was lost."""
 
@@ -73,7 +75,8 @@ class KeptRestartArguments:
 class LargeRestart(msgspec.Struct, frozen=True, kw_only=True):
     """One start of the large node. Times are from the start of the process; `end_s`: from the signal to its end.
 
-    `serves_s`: an engine can connect. `hit_s`: it reads a segment that was there before. `back_s`: an engine that was
+    `own_s`: the daemon is ready, by its log, which does not count the start of the interpreter. `serves_s`: an engine
+    can connect. `hit_s`: it reads a segment that was there before. `back_s`: an engine that was
     connected before, and holds leases, is connected again. `all_s`: all segments are served, and all memory is ready.
     `shmem_*`: shared memory of the machine, less that before the first start. `daemon_bytes`, `keeper_bytes`: resident
     memory that these processes do not share.
@@ -84,6 +87,7 @@ class LargeRestart(msgspec.Struct, frozen=True, kw_only=True):
     found: int
     wrong_bytes: int
     end_s: float
+    own_s: float
     serves_s: float
     hit_s: float | None
     back_s: float | None
@@ -305,6 +309,7 @@ class _Start:
             found=0,
             wrong_bytes=0,
             end_s=end_s,
+            own_s=float((READY.findall(self._node.log.read_text()) or ["0"])[-1]),
             serves_s=self.serves_s,
             hit_s=self.hit_s,
             back_s=self._back_s,
@@ -397,11 +402,24 @@ def _large_table(result: KeptRestartResult) -> Table:
 
     return table(
         f"a node of {result.memory >> 30} GiB; shared memory in GiB: before, without a daemon, at most, after",
-        ("", "end", "serves", "first hit", "engine back", "all", "found", "shared memory", "daemon", "keeper"),
+        (
+            "",
+            "end",
+            "ready, by its log",
+            "serves",
+            "first hit",
+            "engine back",
+            "all",
+            "found",
+            "shared memory",
+            "daemon",
+            "keeper",
+        ),
         [
             (
                 each.signal,
                 seconds(each.end_s),
+                seconds(each.own_s),
                 seconds(each.serves_s),
                 seconds(each.hit_s),
                 seconds(each.back_s),

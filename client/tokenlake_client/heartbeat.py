@@ -145,12 +145,12 @@ class HeartbeatThread(threading.Thread):
             log.debug("session %d cannot be resumed: %s", previous.session, error)
             link = self._connector.connect(SessionId(0))
         except Unreachable:
-            if not previous.keeps:
-                previous.forget()
-                previous.detach()
             if not (previous.keeps and self._grants.accesses):
                 # A closed pool asks the next daemon for nothing.
                 self._grants.leave_if_free(lost=True)
+            if not previous.keeps:
+                previous.forget()
+                previous.detach()
             raise
         try:
             self._grants.switch_to(link)

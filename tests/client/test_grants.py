@@ -26,6 +26,7 @@ from tests.robustness.live import (
     wait_until,
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
+from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
@@ -135,6 +136,26 @@ def test_a_pool_closed_without_a_connection_leaves(cluster: Cluster, monkeypatch
     # The thread that connects again pauses now.
     pool.close()
     wait_until(lambda: (sessions(cluster), census(cluster.nodes[0])) == (0, 0), "it left")
+
+
+def test_a_closed_pool_leaves_a_daemon_that_does_not_read(cluster: Cluster) -> None:
+    """Its `Bye` waits until the daemon reads again: before, it was dropped, and the leases stayed."""
+    node, prompt = cluster.nodes[0], Prompt(21, 4)
+    pool = cluster.connect(0, LAYOUT)
+    store(pool, prompt)
+    lease = match(pool, prompt)
+    assert lease.hits == 4
+    node.freeze()
+    try:
+        while not pool.link.channel.unsent:
+            pool.hint(pool.prefix(prompt.tokens).keys * 32, Hints())
+        lease.release()
+        pool.close()
+        assert not pool._grants.left
+    finally:
+        node.thaw()
+    wait_until(lambda: (sessions(cluster), census(node)) == (0, 0), "it left")
+    wait_until(lambda: pool._grants.left, "its thread knows")
 
 
 def test_a_closed_pool_leaves_a_dead_daemon() -> None:

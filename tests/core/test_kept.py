@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.scenes import answer, calm, copies, fetch, match, placed, prepare, read, release, said, store
-from tests.sim.arena import REGION_BYTES, SLOT_BYTES, SLOTS, content
+from tests.sim.arena import REGION_BYTES, SHARDS, SLOT_BYTES, SLOTS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.node import SimNode
@@ -269,6 +269,56 @@ def test_two_processes_return_to_one_session() -> None:
     cluster.run_for(0.2)
     cluster.check()
     assert not session.leases
+
+
+def test_survivors_without_a_session_share_none() -> None:
+    """They had not heard of their session when the daemon ended."""
+    core = raw()
+    kept_region(core, 0)
+    core.handle(events.MemoryKept(1, 1, ((8, "red"), (9, "red"))), 0.0)
+    for number in (8, 9):
+        core.handle(events.Joined(10 + number, 1, "red", SLOT_BYTES, SHARDS, 16, 0, 0, number), 0.0)
+    assert len(list(core._sessions)) == 2
+    for number in (8, 9):
+        core.handle(events.ProcessGone(10 + number), 0.0)
+    core.check_integrity()
+    assert core.census()["survivors"] == 0
+
+
+def test_a_session_of_the_daemon_before_is_no_other_tenants() -> None:
+    core = raw()
+    kept_region(core, 0)
+    core.handle(events.MemoryKept(1, 1, ((8, "red"), (9, "blue"))), 0.0)
+    for connection, number, tenant in ((1, 8, "red"), (2, 9, "blue")):
+        core.handle(events.Joined(connection, 1, tenant, SLOT_BYTES, SHARDS, 16, 4711, 0, number), 0.0)
+    assert [each.tenant for each in core._sessions] == ["red", "blue"]
+    # No survivor of this number, or of another tenant: the session does not exist.
+    for connection, number in ((3, 0), (4, 7), (5, 9)):
+        (answer_,) = core.handle(events.Joined(connection, 1, "red", SLOT_BYTES, SHARDS, 16, 4711, 0, number), 0.0)
+        assert isinstance(answer_, instructions.Answer)
+        assert isinstance(answer_.message, engine.Failed)
+    core.check_integrity()
+
+
+def test_a_survivor_that_connects_again_keeps_its_grants() -> None:
+    core = raw()
+    kept_region(core, 0)
+    kept_segments(core, 0, KEYS[:1])
+    core.handle(events.MemoryKept(1, 1, ((8, "red"),)), 0.0)
+    core.handle(events.Joined(1, 1, "red", SLOT_BYTES, SHARDS, 16, 4711, 0, 8), 0.0)
+    slot = SlotRef(0, 0, 1).pack()
+    core.handle(events.Requested(1, engine.Regrant(1, ((5, 1, 0, slot),), (), False)), 0.0)
+    # Its connection broke before the last part.
+    core.handle(events.Joined(2, 1, "red", SLOT_BYTES, SHARDS, 16, 4711, 0, 8), 0.0)
+    (session,) = core._sessions
+    assert list(session.processes) == [2]
+    assert list(session.leases[LeaseId(5)].held) == [2]
+    core.handle(events.Requested(2, engine.Regrant(1, ((5, 1, 0, slot),), (), True)), 0.0)
+    core.check_integrity()
+    assert core.census()["survivors"] == 0
+    again = core.handle(events.Requested(2, engine.Regrant(1, ((5, 1, 0, slot),), (), True)), 0.0)
+    assert again == [instructions.Answer(2, engine.Regranted(1, bytes([Code.LOCAL])))]
+    core.check_integrity()
 
 
 def test_a_grant_of_another_generation_is_refused() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tokenlake.hints import MAX_LABEL, MAX_PIN_S, MAX_TTL_S, Hints
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import Code
+from tokenlake.wire import Code, engine
+from tokenlake.wire.slots import SlotRef
 
 NODES = ("n0", "n1", "n2", "nobody", "")
 TENANTS = ("red", "blue", "", "n0")
@@ -60,6 +61,17 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "slots": st.one_of(st.sampled_from([bytes(16 * n) for n in range(5)]), st.binary(max_size=70)),
 }
 """By field name: values that are valid for a node, or nearly so."""
+_slots = st.one_of(
+    st.lists(st.builds(SlotRef, st.integers(0, 1), st.integers(0, 3), st.integers(0, 2)), max_size=4).map(
+        lambda places: b"".join(place.pack() for place in places)
+    ),
+    st.binary(max_size=70),
+)
+_few = st.sampled_from([0, 1, 4, 1024, (1 << 32) - 1])
+_REGRANT: dict[str, st.SearchStrategy[Any]] = {
+    "leases": st.lists(st.tuples(_ids, _few, _few, _slots), max_size=4).map(tuple),
+    "writes": st.lists(st.tuples(_ids, _slots), max_size=4).map(tuple),
+}
 
 
 def _within(of: types.Type) -> st.SearchStrategy[Any]:
@@ -118,6 +130,8 @@ def hostile(message: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
         else _within(field.type)
         for field in described.fields
     }
+    if message is engine.Regrant:
+        fields |= _REGRANT
     if "ranges" in fields:
         fields["ranges"] = st.lists(
             st.tuples(_ids, st.sampled_from([0, 1, 3, (1 << 32) - 1]), st.sampled_from([0, 2, 8, (1 << 32) - 1])),

@@ -250,7 +250,8 @@ class Kept(Part):
         """The survivor `number` has joined the session `now`, which had the number `before` at the daemon before."""
         self._leave(number)
         self._joined[connection] = number
-        self._sessions[self._survivors[number], before] = now
+        if before:
+            self._sessions[self._survivors[number], before] = now
 
     def moved(self, old: ConnectionId, new: ConnectionId) -> None:
         """A process goes on over another connection."""

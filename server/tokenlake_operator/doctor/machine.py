@@ -14,6 +14,8 @@ from tokenlake_operator.doctor.base import Finding, refusal
 from tokenlake_operator.words import amount
 from tokenlake_server.engines.arena import MADV_POPULATE_WRITE
 from tokenlake_server.engines.connected_process import kernel_has_pidfds
+from tokenlake_server.kept.keeper_process import held_bytes
+from tokenlake_server.kept.memory import keeper_path
 from tokenlake_server.start.available_memory import require_memory
 from tokenlake_server.start.cgroups import PROC, rooms
 from tokenlake_server.start.running import OWN_DESCRIPTORS, REGION_DESCRIPTORS
@@ -78,7 +80,9 @@ def check_machine(config: ServerConfig, machine: Machine, *, running: bool) -> I
     if not running:
         regions = config.regions if config.huge_pages else 0
         check = "huge-pages" if regions else "memory"
-        yield from refusal(check, lambda: require_memory(config.memory, regions, machine.proc))
+        # The memory of the daemon before, which a keeper has, is there already.
+        nbytes = max(0, config.memory - (held_bytes(keeper_path(config.socket)) if config.keep_s else 0))
+        yield from refusal(check, lambda: require_memory(nbytes, regions, machine.proc))
 
 
 def _kernel(machine: Machine) -> Iterator[Finding]:

@@ -189,6 +189,10 @@ class Arena:
             region.trim()
         self._regions[number] = region
 
+    def forget(self, number: int) -> None:
+        """Let go of a region that was adopted; processes that map it keep its memory."""
+        self._regions.pop(number).close()
+
     def generations(self, number: int, slot_bytes: int) -> NDArray[np.uint64]:
         """The generation of each slot of a region, shape [slots]: a copy of its header."""
         region = self._regions[number]

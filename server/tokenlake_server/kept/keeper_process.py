@@ -34,6 +34,7 @@ class KeeperProcess(DescriptorStore):
         """Connect to the keeper, or start one, and take what it holds. Raises `KeeperUnusable`."""
         self._path = path
         self._keep_s = keep_s
+        self._replacing: asyncio.Task[None] | None = None
         self.pid = 0
         """The process that this one started; 0 where a keeper was there."""
         try:
@@ -100,31 +101,45 @@ class KeeperProcess(DescriptorStore):
     def _failed(self, error: OSError) -> None:
         super()._failed(error)
         if self._loop is not None:
-            self._loop.call_later(RECONNECT_S, self._again)
+            self._replacing = self._loop.create_task(self._replace())
 
-    def _again(self) -> None:
+    def close(self) -> None:
+        if self._replacing is not None:
+            self._replacing.cancel()
+        super().close()
+
+    async def _replace(self) -> None:
         """Start another keeper, and give it everything."""
-        if self._loop is None:
-            return
-        if self.pid:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, os.WNOHANG)
-        try:
-            self._sock = self._connect()
-            # It may be another keeper that a person started, and that holds something.
-            for descriptor in _take(self._sock).values():
-                os.close(descriptor)
-        except (OSError, KeeperUnusable) as problem:
-            log.debug("no keeper: %s", problem)
-            self._loop.call_later(RECONNECT_S, self._again)
-            return
-        self._sock.setblocking(False)
-        self._loop.add_reader(self._sock, self._ended)
+        sock: socket.socket | None = None
+        while sock is None:
+            await asyncio.sleep(RECONNECT_S)
+            if self.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(self.pid, os.WNOHANG)
+            try:
+                sock = await asyncio.to_thread(self._connect_empty)
+            except (OSError, KeeperUnusable) as problem:
+                log.debug("no keeper: %s", problem)
+        assert self._loop is not None
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop.add_reader(sock, self._ended)
+        self._waiting.clear()
         self._waiting.extend(
             (self._hold_message(name), number) for name, number in self._held.items() if number is not None
         )
         log.warning("another keeper holds the memory of this daemon now")
         self._flush()
+
+    def _connect_empty(self) -> socket.socket:
+        """A connection to a keeper that is to get everything; what it holds already is let go. In a thread."""
+        sock = self._connect()
+        try:
+            sock.send(keeper.packet(b"end"))
+        except OSError:
+            sock.close()
+            raise
+        return sock
 
 
 def end_keeper(path: str) -> None:
@@ -135,6 +150,20 @@ def end_keeper(path: str) -> None:
             with sock:
                 if keeper.receive(sock)[0] == b"keeper":
                     sock.send(keeper.packet(b"end"))
+
+
+def held_bytes(path: str) -> int:
+    """Bytes of the memory that a keeper at `path` has while no daemon runs; 0 without one."""
+    total = 0
+    with contextlib.suppress(OSError):
+        sock = keeper.connect(path)
+        if sock is not None:
+            with sock:
+                if keeper.receive(sock)[0] == b"keeper":
+                    for number in _take(sock).values():
+                        total += os.fstat(number).st_blocks * 512
+                        os.close(number)
+    return total
 
 
 def _take(sock: socket.socket) -> dict[str, int]:

@@ -63,7 +63,7 @@ BATCH_BYTES = 64 << 20
 """Bytes of segments that one thread checks at a time."""
 LOOK_S = 0.1
 """Seconds between two looks at the locks of the engines of the daemon before."""
-SEAL_S = 5.0
+SEAL_S = 10.0
 """Limit of the seconds in which the rules write the newest notes, and in which the store reads, when the daemon
 ends."""
 
@@ -141,10 +141,23 @@ class Kept:
             self._take_locks(left)
         except (LedgerRefused, OSError, ValueError) as reason:
             log.warning("this daemon starts empty, although %s has memory of one before: %s", self._store.name, reason)
+            self._forget()
         finally:
             for name, descriptor in left.items():
                 self._store.drop(name)
                 os.close(descriptor)
+
+    def _forget(self) -> None:
+        """Let go of all that was taken so far: this daemon starts empty."""
+        for number in self._arena.numbers:
+            self._arena.forget(number)
+        for survivor in self._survivors.values():
+            os.close(survivor.lock)
+        self._survivors.clear()
+        if self._ledger is not None:
+            self._ledger.close()
+        self._store.drop_all()
+        self._ledger, self.nbytes, self._clean = None, 0, True
 
     def _take_regions(self, book: LedgerFile, left: dict[str, int]) -> None:
         """Adopt the regions that can be used. Their descriptors leave `left`."""
