@@ -38,6 +38,7 @@ GROUPS = {
         "warm": "bring prompts to the memory of nodes before requests come",
         "pin": "bring prompts to the memory of nodes and keep them there for a time",
         "unpin": "end pins",
+        "cold": "show, verify and expire what is in the cold tier",
     },
     "try": {
         "demo": "run daemons and engines on this machine, with and without the pool",

@@ -36,6 +36,7 @@ from tokenlake.identity import TenantId
 from tokenlake.memory import Kind
 from tokenlake.metrics import BOUNDS_S, Level, Metric
 from tokenlake.wire import supervision
+from tokenlake_server.cold.state import ColdState
 from tokenlake_server.disk.device import DeviceState
 from tokenlake_server.engines.contents import StreamState
 from tokenlake_server.engines.query_engine import QueryEngine
@@ -161,6 +162,8 @@ class Snapshot:
         self.membership = membership
         self.disks = disks
         """The devices of the disk tier, by number."""
+        self.cold: ColdState | None = None
+        """The cold tier; None without one."""
         self.streams: Sequence[StreamState] = ()
         """The streams of KV events."""
         self.disk_usage = core.disk_usage()
@@ -352,7 +355,8 @@ class MetricsServer:
         membership = msgspec.to_builtins(snapshot.membership)
         disks = [each._asdict() for each in snapshot.disks]
         body = {"healthy": True, **gauges, "membership": membership, "peers": peers, "unproven": unproven}
-        return True, {**body, "disks": disks}
+        cold = {} if snapshot.cold is None else {"cold": snapshot.cold._asdict()}
+        return True, {**body, "disks": disks, **cold}
 
     def _described(self, peers: Mapping[str, PeerState]) -> dict[str, object]:
         now = self._loop.time()

@@ -75,6 +75,7 @@ _PROBLEMS = {
     "has no connection with a peer that runs": 'tokenlake_peer_state{N,state!="connected"} == 1 '
     "and on (cluster, peer) tokenlake_node_info{E}",
     "does not use a disk": "tokenlake_disk_serving{N} == 0",
+    "does not use its cold tier": "tokenlake_cold_serving{N} == 0",
     "has a query engine that does not serve": "tokenlake_query_engine_ready{N} == 0",
     "has a certificate in the last tenth of its validity": "(tokenlake_certificate_end_seconds{N} - time()) "
     "/ (tokenlake_certificate_end_seconds{N} - tokenlake_certificate_begin_seconds{N}) < 0.1",
@@ -424,6 +425,46 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Since the start of the daemon: operations that failed, and places that held other bytes than were "
             "written.",
             ("sum by (instance, path, kind) (tokenlake_disk_errors{N})", "{{instance}} {{path}}: {{kind}}"),
+        ),
+    ),
+    "Cold tier": (
+        _graph(
+            "Use of the cold tier",
+            SHARE,
+            "Bytes of all objects, of all nodes, as a share of `cold_size`. From 92 % on the longest unused ones "
+            "expire. Empty without the setting `cold`.",
+            ("sum by (instance) (tokenlake_cold_used_bytes{N} / tokenlake_cold_size_bytes{N})", "{{instance}}"),
+        ),
+        _graph(
+            "Bytes of the cold tier",
+            BYTES_PER_S,
+            "Bytes of segments that each node read from the cold tier, and wrote to it.",
+            (_rate("tokenlake_cold_read_bytes_total", "T", "instance"), "{{instance}}: read"),
+            (_rate("tokenlake_cold_written_bytes_total", "T", "instance"), "{{instance}}: written"),
+        ),
+        _times(
+            "Read from the cold tier",
+            "tokenlake_cold_read_seconds",
+            "From the request to the end of a read, its wait included.",
+        ),
+        _graph(
+            "First byte from the cold tier",
+            SECONDS,
+            "Time from the begin of a read to its first byte, a moving mean.",
+            ("sum by (instance) (tokenlake_cold_latency_seconds{N})", "{{instance}}"),
+        ),
+        _graph(
+            "Age of the index of the cold tier",
+            SECONDS,
+            "Time since each node read what others did there. A node with an old index does not write.",
+            ("sum by (instance) (tokenlake_cold_index_age_seconds{N})", "{{instance}}"),
+        ),
+        _graph(
+            "Errors of the cold tier",
+            PLAIN,
+            "Since the start of the daemon: operations that failed, objects that were not what they should be, and "
+            "objects that the index named and that were not there.",
+            ("sum by (instance, kind) (tokenlake_cold_errors{N})", "{{instance}}: {{kind}}"),
         ),
     ),
     "Engines: vLLM": (

@@ -35,7 +35,7 @@ UNITS = (
     (r"rate\(\w+_bytes(_total)?\[", "Bps"),
     (r"rate\([\w:]+_seconds(_total)?\[", "percentunit"),
     (r"rate\(", "cps"),
-    (r"count ?(by|\()|tokenlake_(map_entries|engines|disk_errors)\b|\bup\b", "short"),
+    (r"count ?(by|\()|tokenlake_(map_entries|engines|disk_errors|cold_errors)\b|\bup\b", "short"),
     (r"_bytes\b", "bytes"),
     (r"_share\b", "percentunit"),
     (r"_segments\b", "count:segments"),

@@ -1,5 +1,5 @@
 """The dashboard and the alert rules on live daemons, scraped by a real Prometheus: three daemons, two tenants with
-quotas, one disk, a query engine, load beyond the memory, and a node that is killed."""
+quotas, one disk, one cold tier, a query engine, load beyond the memory, and a node that is killed."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ QUIET = {
     "Bytes of partial attention",
     "Deadlines missed",
     "Errors of disks",
+    "Errors of the cold tier",
     "Peers that became suspect",
     "Queries answered",
     "Queue of disks",
@@ -109,6 +110,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         disk.mkdir(mode=0o700)
         cluster.nodes[0].settings["disk"] = f"{disk}:{64 << 20}"
         cluster.nodes[1].settings["query-engine"] = "true"
+        cold = directory / "cold"
+        cold.mkdir(mode=0o700)
+        cluster.nodes[2].settings["cold"] = str(cold)
         stack.enter_context(cluster)
         cluster.nodes[0].wait_disk()
         engine = stack.enter_context(engine_page())

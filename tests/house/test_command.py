@@ -17,7 +17,7 @@ from tokenlake import command
 COMMANDS = [
     *("serve", "config", "ca"),
     *("status", "top", "page", "explain", "doctor", "check", "members", "events"),
-    *("drain", "remove", "evict", "warm", "pin", "unpin"),
+    *("drain", "remove", "evict", "warm", "pin", "unpin", "cold"),
     *("demo", "bench", "workload"),
 ]
 

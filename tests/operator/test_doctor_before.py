@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,14 @@ def in_use(setting: str) -> Plant:
         node.settings[setting] = f"127.0.0.1:{listening(socket.AF_INET, ('127.0.0.1', 0)).getsockname()[1]}"
 
     return act
+
+
+def bucket_out_of_reach(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
+    if find_spec("obstore") is None:
+        pytest.skip("obstore is not installed (make install-dev)")
+    node.settings["cold"] = "s3://bucket/prefix"
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:1", "ACCESS_KEY_ID": "i", "SECRET_ACCESS_KEY": "k"}.items():
+        patch.setenv(f"AWS_{name}", value)
 
 
 def socket_of_another_user(node: GivenNode, patch: pytest.MonkeyPatch) -> None:
@@ -254,6 +263,10 @@ PLANTS: dict[str, tuple[str, str, Plant]] = {
     "no disk": ("disk", "mount the device", below("disk", "none")),
     "a disk that is read only": ("disk", "chown", given(disk="/proc")),
     "a disk that is too small": ("disk-size", "a lower size", below("disk", ":900TiB")),
+    "no place for the cold tier": ("cold", "create it", below("cold", "none")),
+    "a place for the cold tier that is read only": ("cold", "must be able to write there", given(cold="/proc")),
+    "a bucket that is not reached": ("cold", "AWS_ENDPOINT_URL", bucket_out_of_reach),
+    "a cold tier without a secret": ("cold-public", "[[tenants]]", below("cold", "cold", "cold")),
     # Certificates.
     "an expired certificate": ("certificate-expired", "--renew", begins(-30, days=10)),
     "a certificate of tomorrow": ("certificate-early", "timedatectl", begins(1)),

@@ -17,6 +17,7 @@ from tokenlake.errors import ConfigurationError, CredentialRefused, ProtocolRefu
 from tokenlake_operator.doctor.base import FOUND, Finding, print_findings
 from tokenlake_operator.doctor.certificates import check_certificates
 from tokenlake_operator.doctor.cluster import compare
+from tokenlake_operator.doctor.cold import check_cold
 from tokenlake_operator.doctor.machine import Machine, check_machine
 from tokenlake_operator.doctor.membership import check_membership
 from tokenlake_operator.doctor.places import check_directories, check_ports, check_sockets
@@ -153,6 +154,7 @@ class _Given:
         yield from check_machine(config, machine or Machine(_pid(self.place) if running else None), running=running)
         yield from check_certificates(config, datetime.datetime.now(datetime.UTC))
         yield from check_directories(config)
+        yield from check_cold(config)
         if not running:
             yield from check_ports(config)
             yield from check_sockets(config)

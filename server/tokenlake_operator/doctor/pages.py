@@ -23,6 +23,8 @@ PAGES: Final = {
     "certificate-expires": f"{_CERTIFICATES}#renewal",
     "clock-skew": f"{_CERTIFICATES}#refused-connections",
     "cluster-secret": _TENANTS,
+    "cold": "operations/cold-tier",
+    "cold-silent": f"{_RUNBOOK}#the-cold-tier-is-set-aside",
     "corrupt-memory": f"{_RUNBOOK}#wrong-bytes",
     "daemon-silent": f"{_RUNBOOK}#a-daemon-is-down",
     "disk": "operations/disk",

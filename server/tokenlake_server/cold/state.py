@@ -15,7 +15,8 @@ def _gauge(name: str, help: str, *labels: str) -> Metric:
 SERVING = _gauge("serving", "1 while the cold tier is used, 0 while it is set aside; absent without the setting `cold`")
 WRITABLE = _gauge(
     "writable",
-    "1 while this node writes to the cold tier; 0 while it is set aside or full, and until other nodes heard of this one",
+    "1 while this node writes to the cold tier; 0 while it is set aside or full, and until other nodes have heard of "
+    "this one",
 )
 OBJECTS = _gauge("objects", "Objects in the cold tier, of all nodes, as the index of this node names them")
 USED = _gauge("used_bytes", "Bytes of these objects")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import stat
-import threading
 import time
-from pathlib import Path
 
 from tokenlake.config import ServerConfig
 from tokenlake.core.instructions import ColdErase, ColdLook, ColdRead, ColdWrite
-from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Level
 from tokenlake_server.cold.names import ColdTenant
-from tokenlake_server.cold.places import open_place, require_module
+from tokenlake_server.cold.places import open_place, require_place
 from tokenlake_server.cold.state import ColdState, cold_gauges
 from tokenlake_server.cold.store import ColdStore, Surroundings
 from tokenlake_server.engines.arena import Arena
@@ -24,8 +20,6 @@ from tokenlake_server.loop.driver import Driver
 
 log = logging.getLogger(__name__)
 
-ASKED_S = 2.0
-"""Seconds for which the start of the daemon waits for the place."""
 WATCH_S = 0.5
 """Interval at which the place is watched for calls that take too long."""
 
@@ -49,7 +43,7 @@ class ColdTier:
         self._alarm: asyncio.TimerHandle | None = None
         self._store: ColdStore | None = None
         if config.cold:
-            _require(config)
+            require_place(config.cold)
             secrets = {tenant.name: ColdTenant(tenant.secret) for tenant in tenants}
             around = Surroundings(arena, driver.post, contents, secrets)
             place = config.cold
@@ -122,26 +116,3 @@ class ColdTier:
         """End what has begun, and write the last journal. Blocks for some seconds at most."""
         if self._store is not None:
             self._store.close()
-
-
-def _require(config: ServerConfig) -> None:
-    """Raises `ConfigurationError` for a place that cannot be one. A file server that is away for now can be one."""
-    require_module(config.cold)
-    if config.cold.startswith("s3://"):
-        return
-    # A file server that hangs must not keep the daemon from its start.
-    found: list[OSError | int] = []
-    asking = threading.Thread(target=lambda: found.append(_mode(config.cold)), daemon=True)
-    asking.start()
-    asking.join(ASKED_S)
-    if found and isinstance(found[0], FileNotFoundError | NotADirectoryError):
-        raise ConfigurationError("cold", config.cold, "a directory that exists; create it, or leave it out")
-    if found and isinstance(found[0], int) and not stat.S_ISDIR(found[0]):
-        raise ConfigurationError("cold", config.cold, "a directory")
-
-
-def _mode(path: str) -> OSError | int:
-    try:
-        return Path(path).stat().st_mode
-    except OSError as error:
-        return error

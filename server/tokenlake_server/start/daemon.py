@@ -266,6 +266,7 @@ class Daemon:
             *self.orders.gauges(),
             *disk_gauges(disks, snapshot.disk_usage, self.driver.core.disk_budgets()),
         ]
+        snapshot.cold = self.cold.state
         snapshot.gauges += self.cold.gauges()
         if self._transports.nixl is not None:
             snapshot.gauges += self._transports.nixl.gauges()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -82,6 +83,8 @@ def test_another_cluster_finds_what_one_computed(tmp_path: Path) -> None:
         stopped(first)
     with daemons(3, cluster="second", **settings) as second:
         ready(second)
+        health = json.loads(second.nodes[0].page("/health"))["cold"]
+        assert (health["place"], health["serving"], health["problem"]) == (str(place), True, "")
         wait_until(lambda: known(second) >= SEGMENTS * len(prompts), "the index is read")
         after = sum(found(second, [prompt], at % 3) for at, prompt in enumerate(requests))
         assert after == SEGMENTS * len(requests), (before, after)
@@ -114,11 +117,10 @@ def filled(cluster: Cluster, prompts: list[Prompt]) -> None:
     wait_until(written, "memory evicts into the cold tier")
 
 
-def test_a_killed_daemon_left_what_it_had_evicted(place: Path, tmp_path: Path) -> None:
-    """Memory holds a third of the prompts. The event log replays."""
+def test_a_killed_daemon_left_what_it_had_evicted(place: Path) -> None:
+    """Memory holds a third of the prompts."""
     prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
-    events = tmp_path / "events"
-    with daemons(cold=str(place), record=str(events)) as one:
+    with daemons(cold=str(place)) as one:
         filled(one, prompts)
         journals = "index/journal/*"
         wait_until(lambda: any(each.stat().st_size > 1000 for each in place.glob(journals)), "a journal is written")
@@ -131,12 +133,12 @@ def test_a_killed_daemon_left_what_it_had_evicted(place: Path, tmp_path: Path) -
         known = int(total(other.nodes[0], "tokenlake_cold_objects"))
         assert 0 < known <= objects
         assert found(other, prompts) > 0
-    assert not replay(events).difference
 
 
-def test_an_operator_evicts_from_the_cold_tier(place: Path) -> None:
+def test_an_operator_evicts_from_the_cold_tier(place: Path, tmp_path: Path) -> None:
+    """The recorded events replay."""
     prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
-    with daemons(cold=str(place)) as cluster:
+    with daemons(cold=str(place), record=str(tmp_path / "events")) as cluster:
         filled(cluster, prompts)
         with cluster.connect(0, LAYOUT) as pool:
             keys = pool.prefix(prompts[0].tokens).keys
@@ -149,6 +151,8 @@ def test_an_operator_evicts_from_the_cold_tier(place: Path) -> None:
         assert CliRunner().invoke(evict, ["--all", "--yes", *at]).exit_code == 0
         wait_until(lambda: not list(place.glob("objects/*/*")), "all objects are deleted")
         assert found(cluster, prompts) == 0
+        stopped(cluster)
+    assert not replay(tmp_path / "events").difference
 
 
 def test_damage_is_a_miss_to_an_engine(place: Path) -> None:
@@ -222,7 +226,7 @@ def test_a_place_that_cannot_be_one(place: str, text: str) -> None:
         daemons(cold=place).__enter__()
 
 
-def test_the_commands_read_what_daemons_wrote(place: Path, tmp_path: Path) -> None:
+def test_the_commands_read_what_daemons_wrote(place: Path) -> None:
     prompts = [Prompt(seed, SEGMENTS) for seed in range(40)]
     with daemons(cold=str(place)) as one:
         filled(one, prompts)

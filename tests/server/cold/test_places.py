@@ -105,7 +105,7 @@ def test_a_replaced_object_is_the_new_one(place: Place) -> None:
     assert bytes(read_whole(place, "index/root", 100)) == b"the new one"
 
 
-def test_a_directory_shows_new_files_at_once_where_its_file_system_does(tmp_path: Path) -> None:
+def test_local_file_systems_show_new_files_at_once(tmp_path: Path) -> None:
     assert DirectoryObjects(tmp_path).late_s == 0
     assert DirectoryObjects(Path("/proc")).late_s == 60
 
