@@ -19,6 +19,7 @@ from tokenlake_bench.simulation.command import Study
 from tokenlake_bench.simulation.pools import POOLS
 
 DISK = {"disk_share", "disk_written_bytes_per_day", "disk_written_share"}
+COLD = {"cold_share", "cold_written_bytes_per_day", "cold_written_share"}
 ITEM_5 = {
     "token_hit_rate",
     "remote_share",
@@ -58,7 +59,7 @@ def test_chosen_systems_are_in_table_and_json(tmp_path: Path) -> None:
     assert "built-in conversations" in printed
     written = result(json_file)
     assert list(written["systems"]) == ["pool", "pool-real", *names.split(",")]
-    assert all(set(row) == ITEM_5 | DISK for row in written["systems"].values())
+    assert all(set(row) == ITEM_5 | DISK | COLD for row in written["systems"].values())
     assert written["systems"]["pool"]["token_hit_rate"] == pytest.approx(written["token_hit_rate"])
     assert written["systems"]["pool"]["bytes_moved"] == written["bytes_moved"] > 0
     assert written["systems"]["pool"]["load_cv"] == written["load_cv"] > 0
@@ -219,6 +220,10 @@ def test_options_of_engines_and_router_reach_pool_and_routers() -> None:
         ("simulate", ["--nodes", "0"], "setting 'nodes' is 0"),
         ("simulate", ["--route", "conversation"], "setting 'route' is 'conversation'"),
         ("simulate", ["--disk-tokens", "0"], "setting 'disk_tokens' is 0"),
+        ("simulate", ["--cold-tokens", "0"], "setting 'cold_tokens' is 0"),
+        ("simulate", ["--cold-rate", "5"], "setting 'cold_rate' is 5.0"),
+        ("simulate", ["--cold-tokens", "5000", "--cold-rate", "0"], "setting 'cold_rate' is 0.0"),
+        ("simulate", ["--cold-tokens", "5000", "--stop-at", "1e9"], "setting 'stop_at' is 1000000000.0"),
         ("simulate", ["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
         ("simulate", ["--engine-cache-tokens", "63"], "setting 'engine_cache_tokens' is 63"),
         ("simulate", ["--limit", "0"], "setting 'limit' is 0"),
@@ -265,3 +270,15 @@ def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None
     outcome = CliRunner().invoke(bench, ["cache-hit", *arguments])
     assert outcome.exit_code == 1
     assert f"setting '{arguments[0][2:].replace('-', '_')}'" in outcome.output
+
+
+def test_a_stop_is_in_table_and_json(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    cold = ("--cold-tokens", "200000", "--cold-rate", "50", "--stop-at", "1", "--model", "llama-2-7b")
+    printed = run("--limit", "60", "--baselines", "none", *cold, "--json", str(json_file))
+    assert "with the cold tier" in printed
+    assert "hits from the cold tier" in printed
+    written = result(json_file)
+    assert written["cold_tokens"] == 200_000
+    assert 0 < written["stop"]["requests"] < 60
+    assert written["cold"]["written_bytes"] >= 0

@@ -244,7 +244,7 @@ class Cold(Part):
 
     def save(self, limit_s: float, done: Callable[[int], None]) -> None:
         """Write the segments of this node that the cold tier lacks, those of the highest retention value first, for at
-        most `limit_s`; then call `done` with the number of those that were written."""
+        most `limit_s` and without regard to the budget; then call `done` with the number of those that were written."""
         self._done = done
         self._saving = deque()
         if self._tier.ready:
@@ -266,9 +266,6 @@ class Cold(Part):
             segment = waiting[0]
             pool = store.pool(segment.tenant, segment.slot_bytes)
             if pool is not None and segment.owned and not _is_saved(segment):
-                if self._bytes_per_day and self._budget.left(self._context.now) < (len(chosen) + 1) * pool.slot_bytes:
-                    waiting.clear()
-                    break
                 if not self._has_room(pool, len(chosen)):
                     break
                 chosen.append(segment)

@@ -68,6 +68,10 @@ class ReadJob(Job):
         self.checksums[index * size : (index + 1) * size] = checksums
         self.notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES] = note
 
+    def not_found(self, index: int) -> None:
+        """The read of a segment was given up, perhaps behind `found`."""
+        self.found(index, bytes(CHECKSUM_BYTES * self.order.shards), bytes(NOTE_BYTES))
+
     @property
     def content_limit(self) -> int:
         """Most bytes of the content of a segment."""

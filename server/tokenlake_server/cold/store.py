@@ -42,7 +42,7 @@ from tokenlake_server.cold.places import Place
 from tokenlake_server.cold.records import ERASED, REMOVED, Kind
 from tokenlake_server.cold.room import Room
 from tokenlake_server.cold.state import ColdState
-from tokenlake_server.cold.upkeep import PATIENCE, Erasures, Patience, Upkeep
+from tokenlake_server.cold.upkeep import PATIENCE, Erasure, Erasures, Patience, Upkeep
 from tokenlake_server.disk.files import no_space
 from tokenlake_server.engines.arena import Arena
 from tokenlake_server.engines.contents import Contents
@@ -140,8 +140,7 @@ class ColdStore:
         tenant = self._around.tenants.get(order.tenant)
         if self._session is None or tenant is None:
             return events.ColdLooked(order.look, bytes(len(split_keys(order.keys))))
-        kind = Kind(tenant.tag, order.slot_bytes)
-        return events.ColdLooked(order.look, self.index.find(tenant.shorts(order.keys), kind))
+        return events.ColdLooked(order.look, self._found(tenant, order.keys, order.slot_bytes))
 
     def carry_out(self, instruction: ColdRead | ColdWrite) -> None:
         """Begin to read or write segments; an event tells the rules when it is done."""
@@ -165,27 +164,31 @@ class ColdStore:
         """Segments of a write that the place has already are not written."""
         order = job.order
         tenant = self._around.tenants[order.tenant]
-        found = self.index.find(tenant.shorts(order.keys), Kind(tenant.tag, order.slot_bytes))
-        for at, there in enumerate(found):
+        for at, there in enumerate(self._found(tenant, order.keys, order.slot_bytes)):
             if there:
                 job.codes[at] = Code.EXISTS
                 job.left -= 1
 
     def erase(self, order: ColdErase) -> None:
-        """Carry out a `ColdErase`: the index does not name the objects from now on."""
+        """Carry out a `ColdErase`: the objects are not found from now on, and deleted by the keeper."""
         tenant = self._around.tenants.get(order.tenant)
-        if tenant is None:
-            return
-        names = tenant.shorts(order.keys) if order.keys else self.index.of_tenant(tenant.tag, order.slot_bytes)
-        self._erase(names.tolist(), ERASED)
+        if tenant is not None:
+            names = tuple(tenant.shorts(order.keys).tolist())
+            self._erase(Erasure(names, ERASED, tenant.tag, order.slot_bytes))
 
-    def _erase(self, names: list[int], kind: int) -> None:
-        session = self._session
-        minute = session.catalogue.clock.minute() if session is not None else int(self._clock() // 60)
-        self.index.removed(names, minute, kind)
-        self._erasures.add(names, kind)
+    def _erase(self, order: Erasure) -> None:
+        self._erasures.add(order)
         with self._lock:
             self._wanted.notify_all()
+
+    def _found(self, tenant: ColdTenant, keys: bytes, slot_bytes: int) -> bytes:
+        """Per segment, 1 where the index has it and no order to erase it waits."""
+        kind, shorts = Kind(tenant.tag, slot_bytes), tenant.shorts(keys)
+        found = self.index.find(shorts, kind)
+        if self._erasures.waiting:
+            pairs = zip(found, self._erasures.hidden(shorts, kind), strict=True)
+            found = bytes(there and not hidden for there, hidden in pairs)
+        return found
 
     def abort(self, fetch: int) -> None:
         """End a read: what has not been read is LOST."""
@@ -300,7 +303,7 @@ class ColdStore:
             with self._lock:
                 self._counts["mismatch"] += 1
             log.info("%s: an object is removed: %s", self.name, difference)
-            self._erase([short_of(name)], REMOVED)
+            self._erase(Erasure((short_of(name),), REMOVED))
             return Code.BAD_CHECKSUM
         except OSError as error:
             self._failed(session, error, "read" if reads else "write")
@@ -338,7 +341,7 @@ class ColdStore:
         short, kind = short_of(name), Kind(tenant.tag, order.slot_bytes)
         nbytes = sealed.object_bytes(order.slot_bytes)
         began = time.monotonic()
-        if self.index.find(tenant.shorts(job.keys[op.index]), kind) == b"\1":
+        if self._found(tenant, job.keys[op.index], order.slot_bytes) == b"\1":
             return Code.EXISTS
         named, writers = self.index.totals.nbytes, catalogue.seen.writers
         if self._refuses(session, began) or not session.room.take(nbytes, named, writers, began):
@@ -382,6 +385,8 @@ class ColdStore:
         op.ended = True
         job: Job = op.job
         job.left -= 1
+        if isinstance(job, ReadJob) and job.codes[op.index] != Code.LOCAL:
+            job.not_found(op.index)
         if job.left:
             return None
         if isinstance(job, ReadJob):

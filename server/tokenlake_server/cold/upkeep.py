@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenlake_server.cold.catalogue import MERGE_S, Catalogue
-from tokenlake_server.cold.names import FOLDERS, paths_of
+from tokenlake_server.cold.names import FOLDERS, Shorts, paths_of
 from tokenlake_server.cold.places import Place
-from tokenlake_server.cold.records import ERASED
+from tokenlake_server.cold.records import ERASED, Kind
 from tokenlake_server.cold.room import HIGH, LOW
 from tokenlake_server.cold.scan import scan
 
@@ -50,24 +51,45 @@ class Patience:
 PATIENCE = Patience()
 
 
+class Erasure(NamedTuple):
+    """An order to delete objects."""
+
+    names: tuple[int, ...]
+    """Their short names; empty: all of a tenant."""
+    kind: int
+    """`ERASED` where an operator evicted them, else `REMOVED`."""
+    tag: int = 0
+    """The tenant, where there are no names."""
+    slot_bytes: int = 0
+    """As of `ColdErase`."""
+
+
 class Erasures:
-    """The objects that are to be deleted, also those that could not be yet. Thread-safe."""
+    """The orders that are not carried out yet. Thread-safe, and short."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[list[int], int]] = deque()
+        self._waiting: deque[Erasure] = deque()
 
     @property
     def waiting(self) -> bool:
         """True if there are any."""
         return bool(self._waiting)
 
-    def add(self, names: list[int], kind: int) -> None:
-        """`kind`: `ERASED` where an operator evicted them, else `REMOVED`."""
+    def add(self, order: Erasure) -> None:
+        """The objects are not found from now on."""
         with self._lock:
-            self._waiting.append((names, kind))
+            self._waiting.append(order)
 
-    def first(self) -> tuple[list[int], int] | None:
+    def hidden(self, shorts: Shorts, kind: Kind) -> list[bool]:
+        """Per name, whether an order waits for its object, which is of this kind."""
+        with self._lock:
+            orders = list(self._waiting)
+        every = any(not each.names and each.tag == kind.tag for each in orders)
+        named = {name for each in orders for name in each.names}
+        return [every or short in named for short in shorts.tolist()]
+
+    def first(self) -> Erasure | None:
         """The first of the orders."""
         with self._lock:
             return self._waiting[0] if self._waiting else None
@@ -170,12 +192,21 @@ class Upkeep:
             log.info("a scan of folder %02x of the cold tier: %s", folder, found)
 
     def _carry_out_erasures(self) -> None:
+        """Delete the objects of orders, of a tenant at most `MOST_EXPIRED` at a time: journals are merged in
+        between."""
+        index, minute = self._catalogue.index, self._catalogue.clock.minute()
         while (order := self._erasures.first()) is not None:
-            names, kind = order
+            every = not order.names
+            all_names = index.of_tenant(order.tag, order.slot_bytes).tolist() if every else order.names
+            names = all_names[:MOST_EXPIRED] if every else all_names
             for start in range(0, len(names), DELETED_AT_ONCE):
                 if not self._gets_on():
                     return
-                self._place.delete(paths_of(names[start : start + DELETED_AT_ONCE]))
+                some = names[start : start + DELETED_AT_ONCE]
+                index.removed(some, minute, order.kind)
+                self._place.delete(paths_of(some))
+            if len(names) < len(all_names):
+                return
             self._erasures.done()
-            if kind == ERASED:
+            if order.kind == ERASED:
                 log.info("%d evicted objects of the cold tier were deleted", len(names))

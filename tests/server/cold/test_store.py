@@ -12,6 +12,7 @@ from tokenlake.core import events
 from tokenlake.wire import Code
 from tokenlake_server.cold.records import ERASED, REMOVED
 from tokenlake_server.cold.sealed import object_bytes
+from tokenlake_server.cold.upkeep import Erasure
 
 COMMITTED, EXISTS, LOCAL, LOST = (bytes([code]) for code in (Code.COMMITTED, Code.EXISTS, Code.LOCAL, Code.LOST))
 
@@ -147,7 +148,8 @@ def test_the_bound_holds_with_several_writers(tmp_path: Path) -> None:
 def test_what_was_removed_can_be_written_again(tmp_path: Path, kind: int) -> None:
     with served(Scene(tmp_path)) as scene:
         writes(scene, [1])
-        scene.store._erase(scene.store._around.tenants["a"].shorts(key_of(1)).tolist(), kind)
+        names = scene.store._around.tenants["a"].shorts(key_of(1)).tolist()
+        scene.store._erase(Erasure(tuple(names), kind))
         until(lambda: not scene.files(), "the object is deleted")
         assert scene.look([1]) == [0]
         assert scene.write([1]) == COMMITTED
