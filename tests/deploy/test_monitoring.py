@@ -112,7 +112,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         cluster.nodes[1].settings["query-engine"] = "true"
         cold = directory / "cold"
         cold.mkdir(mode=0o700)
-        cluster.nodes[2].settings["cold"] = str(cold)
+        cluster.nodes[1].settings["cold"] = str(cold)
         stack.enter_context(cluster)
         cluster.nodes[0].wait_disk()
         engine = stack.enter_context(engine_page())

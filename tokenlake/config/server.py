@@ -254,7 +254,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
         ColdSize,
         Setting(
             "most bytes of all objects in `cold`, whichever nodes wrote them; the same on all nodes",
-            why="a place that nodes share always has a limit, here about 1 day of what a busy node writes",
+            why="a place that nodes share needs a limit; a busy node may write that much within an hour",
         ),
     ] = 1 << 40
     cold_days: Annotated[

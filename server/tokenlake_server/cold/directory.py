@@ -24,8 +24,7 @@ LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "over
 """File systems that show a new file to all their readers at once."""
 LATE_S = 60.0
 """Time after which other machines see a new file: the longest for which NFS keeps a folder (`acdirmax`)."""
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""ESTALE: NFS says so of a file that another machine replaced or removed."""
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
 
 
 class DirectoryObjects:

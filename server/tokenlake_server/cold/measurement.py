@@ -16,6 +16,7 @@ PROBES = "probe"
 SMALL_BYTES = 4096
 WEIGHT = 0.1
 """Weight of a new measurement."""
+OTHER_BYTES = "the place gives back other bytes than were written"
 CHANGE = 1.25
 """Ratio of a measurement to the one that the rules know from which on they are told."""
 TOLD_S = 10.0
@@ -36,25 +37,26 @@ def probed(objects: Objects, threads: int, nbytes: int) -> Measured:
     name = secrets.token_hex(8)
     data = os.urandom(nbytes)
     paths = [f"{PROBES}/{name}-{number}" for number in range(threads)]
+    read: dict[str, memoryview] = {}
 
-    def read(path: str, expected: bytes) -> float:
+    def take(path: str) -> float:
         began = time.monotonic()
         try:
-            same = read_whole(objects, path, len(expected)) == expected
+            read[path] = read_whole(objects, path, nbytes)
         except (Missing, Unfit):
-            same = False
-        if not same:
-            raise OSError(errno.EIO, "the place gives back other bytes than were written")
+            raise OSError(errno.EIO, OTHER_BYTES) from None
         return time.monotonic() - began
 
     try:
         started = time.monotonic()
         _in_threads(lambda path: write_whole(objects, path, data), paths)
         written = time.monotonic()
-        _in_threads(lambda path: read(path, data), paths)
+        _in_threads(take, paths)
         ended = time.monotonic()
+        if any(bytes(each) != data for each in read.values()):
+            raise OSError(errno.EIO, OTHER_BYTES)
         write_whole(objects, paths[0], data[:SMALL_BYTES])
-        latency = sorted(read(paths[0], data[:SMALL_BYTES]) for _ in range(3))[1]
+        latency = sorted(take(paths[0]) for _ in range(3))[1]
     finally:
         objects.delete(paths)
     moved = threads * nbytes
@@ -79,35 +81,72 @@ def _in_threads(work: Callable[[str], object], paths: list[str]) -> None:
         raise errors[0]
 
 
+class _Rate:
+    """Bytes per second while at least one operation runs: bytes and seconds of the last operations, of which each
+    counts less with every later one."""
+
+    def __init__(self, first: float) -> None:
+        self._nbytes = first / WEIGHT
+        self._seconds = 1 / WEIGHT
+        self._scaled = False
+        self._running = 0
+        self._mark = 0.0
+
+    def began(self, now: float) -> None:
+        if not self._running:
+            self._mark = now
+        self._running += 1
+
+    def ended(self, nbytes: int, now: float) -> None:
+        """`nbytes`: 0 for an operation that failed."""
+        self._running -= 1
+        seconds, self._mark = now - self._mark, now
+        if not nbytes:
+            return
+        if not self._scaled:
+            # The first measurement counts as ten operations of this size.
+            scale = nbytes / (self._nbytes * WEIGHT)
+            self._nbytes, self._seconds, self._scaled = self._nbytes * scale, self._seconds * scale, True
+        self._nbytes = (1 - WEIGHT) * self._nbytes + nbytes
+        self._seconds = (1 - WEIGHT) * self._seconds + seconds
+
+    @property
+    def now(self) -> float:
+        return self._nbytes / max(self._seconds, 1e-9)
+
+
 class Measurement:
     """The present measurements of a place that is in use. Guarded by its user."""
 
     def __init__(self, first: Measured) -> None:
-        self.now = first
+        self._latency_s = first.latency_s
+        self._read, self._write = _Rate(first.read_bytes_per_s), _Rate(first.write_bytes_per_s)
         self._told = first
         self._told_at = time.monotonic()
 
+    @property
+    def now(self) -> Measured:
+        """The measurements."""
+        return Measured(self._latency_s, self._read.now, self._write.now)
+
     def began_to_read(self, latency_s: float) -> None:
         """A read got its first bytes."""
-        self.now = self.now._replace(latency_s=_mean(self.now.latency_s, latency_s))
+        self._latency_s += WEIGHT * (latency_s - self._latency_s)
 
-    def moved(self, nbytes: int, seconds: float, at_a_time: int, *, read: bool) -> None:
-        """An object was read or written, while so many operations of its kind ran."""
-        rate = nbytes * at_a_time / max(seconds, 1e-6)
-        if read:
-            self.now = self.now._replace(read_bytes_per_s=_mean(self.now.read_bytes_per_s, rate))
-        else:
-            self.now = self.now._replace(write_bytes_per_s=_mean(self.now.write_bytes_per_s, rate))
+    def began(self, now: float, *, read: bool) -> None:
+        """An object is read or written from now on."""
+        (self._read if read else self._write).began(now)
+
+    def ended(self, nbytes: int, now: float, *, read: bool) -> None:
+        """`nbytes` were read or written; 0 where that failed."""
+        (self._read if read else self._write).ended(nbytes, now)
 
     def to_tell(self, now: float) -> Measured | None:
         """The measurements, if they changed enough since they were told last."""
-        pairs: Iterator[tuple[float, float]] = zip(self.now, self._told, strict=True)
+        measured = self.now
+        pairs: Iterator[tuple[float, float]] = zip(measured, self._told, strict=True)
         changed = any(not 1 / CHANGE < new / max(old, 1e-9) < CHANGE for new, old in pairs)
         if not changed or now - self._told_at < TOLD_S:
             return None
-        self._told, self._told_at = self.now, now
-        return self.now
-
-
-def _mean(old: float, new: float) -> float:
-    return old + WEIGHT * (new - old)
+        self._told, self._told_at = measured, now
+        return measured

@@ -268,6 +268,7 @@ class ColdStore:
                     op = queue.popleft()
                     op.since = time.monotonic()
                     self._running.add(op)
+                    session.measurement.began(op.since, read=queue is self._reads)
                     return op
                 self._queued.wait()
         return None
@@ -321,14 +322,11 @@ class ColdStore:
             stored = sealed.read(reader, tenant, name, segment, order.shards, room, op)
         finally:
             opened.close()
-        ended = time.monotonic()
         self.index.used(short_of(name), session.catalogue.clock.minute())
         with self._lock:
             if op.ended or op.given_up:
                 return Code.LOST
-            at_a_time = sum(isinstance(each.job, ReadJob) for each in self._running)
             session.measurement.began_to_read(reader.latency_s)
-            session.measurement.moved(order.slot_bytes, ended - began, at_a_time, read=True)
             job.found(op.index, stored.checksums, stored.note)
         if stored.content:
             self._around.contents.offer(order.tenant, [job.keys[op.index]], [stored.content], job.content_limit)
@@ -357,12 +355,8 @@ class ColdStore:
         except BaseException:
             session.room.gave_up(nbytes)
             raise
-        ended = time.monotonic()
         self.index.added(short, kind, catalogue.clock.minute())
-        session.room.wrote(nbytes, ended)
-        with self._lock:
-            at_a_time = sum(isinstance(each.job, WriteJob) for each in self._running)
-            session.measurement.moved(nbytes, ended - began, at_a_time, read=False)
+        session.room.wrote(nbytes, time.monotonic())
         return Code.COMMITTED
 
     def _refuses(self, session: _Session, now: float) -> bool:
@@ -372,8 +366,10 @@ class ColdStore:
         return stale or now < self._full_until or not session.room.ready(now)
 
     def _finish(self, session: _Session, op: Op, code: Code) -> None:
+        moved = op.job.order.slot_bytes if code in (Code.LOCAL, Code.COMMITTED) else 0
         with self._lock:
             self._running.discard(op)
+            session.measurement.ended(moved, time.monotonic(), read=isinstance(op.job, ReadJob))
             done = None
             if not op.ended:
                 op.job.codes[op.index] = code

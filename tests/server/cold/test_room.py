@@ -64,16 +64,22 @@ def test_measurements_are_told_when_they_change() -> None:
     measurement = Measurement(measured)
     later = time.monotonic() + TOLD_S + 1
     assert measurement.to_tell(later) is None
-    for _ in range(30):
+    for at in range(30):
+        # Two reads of 0.1 s at a time.
         measurement.began_to_read(0.05)
-        measurement.moved(1 << 20, 0.1, 2, read=True)
+        for _ in range(2):
+            measurement.began(at, read=True)
+        for _ in range(2):
+            measurement.ended(1 << 20, at + 0.1, read=True)
     told = measurement.to_tell(later)
     assert told is not None
     assert 0.04 < told.latency_s < 0.05
-    assert told.read_bytes_per_s < 1e8
+    assert 0.8 * (2 << 20) / 0.1 < told.read_bytes_per_s < 1.2 * (2 << 20) / 0.1
     assert told.write_bytes_per_s == 1e9
     assert measurement.to_tell(later + 1) is None
-    measurement.moved(1 << 20, 1e-4, 1, read=False)
+    for at in range(100):
+        measurement.began(at, read=False)
+        measurement.ended(1 << 20, at + 1e-4, read=False)
     assert measurement.to_tell(later + 1) is None
     assert measurement.to_tell(later + TOLD_S + 1) is not None
 
