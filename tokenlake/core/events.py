@@ -274,7 +274,7 @@ class DiskErased(_Event, frozen=True, tag=26):
     codes: bytes
 
 
-class ColdReady(_Event, frozen=True, tag=29):
+class ColdReady(_Event, frozen=True, tag=35):
     """The cold tier was opened, or is used again after a failure, or its measurements changed by a quarter or more."""
 
     latency_s: float
@@ -284,14 +284,14 @@ class ColdReady(_Event, frozen=True, tag=29):
     write_bytes_per_s: float
 
 
-class ColdGone(_Event, frozen=True, tag=30):
+class ColdGone(_Event, frozen=True, tag=36):
     """The cold tier cannot be used, until the next `ColdReady`: `ColdLooked` finds nothing. Its reads and writes that
     are under way end with their events all the same, before or after this one."""
 
     reason: str
 
 
-class ColdLooked(_Event, frozen=True, tag=31):
+class ColdLooked(_Event, frozen=True, tag=37):
     """Answers `ColdLook`. `found`: per key, 1 where the index of the cold tier names the segment, with the slot size
     that was asked for, else 0. The index may be some seconds old: an object that is named may be gone."""
 
@@ -299,7 +299,7 @@ class ColdLooked(_Event, frozen=True, tag=31):
     found: bytes
 
 
-class ColdWritten(_Event, frozen=True, tag=32):
+class ColdWritten(_Event, frozen=True, tag=38):
     """A `ColdWrite` has ended. `codes`: per segment, COMMITTED where its object was written; EXISTS where the index
     names it already, and nothing was written; LOST where it could not be written, or the tier has no room."""
 

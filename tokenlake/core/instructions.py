@@ -269,7 +269,7 @@ class DiskErase(_Instruction, frozen=True, tag=22):
     places: bytes
 
 
-class ColdLook(_Instruction, frozen=True, tag=27):
+class ColdLook(_Instruction, frozen=True, tag=29):
     """Ask the index of the cold tier for segments. The driver answers from memory, with `ColdLooked`, exactly once."""
 
     look: int
@@ -281,7 +281,7 @@ class ColdLook(_Instruction, frozen=True, tag=27):
     """At most `tokenlake.wire.engine.MAX_KEYS` keys."""
 
 
-class ColdRead(_Instruction, frozen=True, tag=28):
+class ColdRead(_Instruction, frozen=True, tag=30):
     """Read segments from the cold tier into reserved slots, in threads, and verify each: its object was sealed with a
     key of the tenant for this key, slot size and number of shards, and has the checksums that were written with it. The
     driver passes in `FetchDone` exactly once: LOCAL for each sound segment, BAD_CHECKSUM for an object that is not what
@@ -298,7 +298,7 @@ class ColdRead(_Instruction, frozen=True, tag=28):
     """Name of the engine's request that needs the segments, for the logs; empty if it has no name."""
 
 
-class ColdWrite(_Instruction, frozen=True, tag=29):
+class ColdWrite(_Instruction, frozen=True, tag=31):
     """Write segments to the cold tier, in threads. Until the driver has passed in `ColdWritten`, exactly once, the
     slots stay pinned."""
 
@@ -314,7 +314,7 @@ class ColdWrite(_Instruction, frozen=True, tag=29):
     """`NOTE_BYTES` per segment, kept in its object and given back by `FetchDone`."""
 
 
-class ColdErase(_Instruction, frozen=True, tag=30):
+class ColdErase(_Instruction, frozen=True, tag=32):
     """Remove the objects of segments from the cold tier, for every cluster, because an operator evicts them. Objects
     that cannot be removed now are tried again; no event follows."""
 
