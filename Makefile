@@ -44,6 +44,11 @@ SITE_PIP_INSTALL := $(SITE_VENV)/bin/python -m pip install --quiet --no-compile 
 # Each worker takes whole modules in order, because the tests of a module or a folder share daemons.
 PYTEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
+# $(call again,COMMAND): the tests that failed run once more, one at a time, and the summary names them. One that passes
+# then depends on what runs beside it, which is a defect too; it does not hide what else the run has found.
+again = { echo "The tests that failed run again, one at a time." >&2; \
+	$(1) --last-failed --last-failed-no-failures none --maxfail 3; }
+
 .PHONY: help fast test test-all test-rest test-pythons test-vllm test-lmcache test-sglang nightly demo site wheel upload lint \
 	install install-dev install-engines install-site install-tools install-chart install-page install-rest install-nixl install-triton install-routers install-vllm install-lmcache install-sglang
 .NOTPARALLEL:
@@ -68,7 +73,7 @@ fast: install-dev lint
 
 # There is one worker more than most machines of CI have cores, because tests wait for processes a third of their time.
 test: install-dev install-engines install-tools lint
-	$(PYTEST) -n 3 -m "not rest and not nightly"
+	$(PYTEST) -n 3 -m "not rest and not nightly" || $(call again,$(PYTEST) -m "not rest and not nightly")
 
 # The environments of the routers, of vLLM and of SGLang are installed in the background. Where vLLM's or SGLang's cannot
 # be installed, their tests try again at the end and fail. A shell lets background commands ignore Ctrl-C, so the trap ends them.
@@ -80,7 +85,7 @@ test-all:
 	$(MAKE) --no-print-directory test-rest
 
 test-rest: install-rest
-	$(PYTEST) -n 3 -m "rest and not nightly"
+	$(PYTEST) -n 3 -m "rest and not nightly" || $(call again,$(PYTEST) -m "rest and not nightly")
 	$(MAKE) --no-print-directory test-pythons test-vllm test-lmcache test-sglang
 
 # The tests of the rules with the later Pythons of this machine: those on the PATH, and pyenv's.
@@ -100,15 +105,16 @@ test-pythons:
 
 # The ranks of one engine spin on all processors, and a daemon needs some time beside them: their tests run alone.
 test-vllm: install-vllm
-	$(VLLM_PYTEST) -m "not alone and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
-	$(VLLM_PYTEST) -m alone
+	$(VLLM_PYTEST) -m "not alone and not nightly" -n 2 --dist loadfile --no-loadscope-reorder || \
+		$(call again,$(VLLM_PYTEST) -m "not alone and not nightly")
+	$(VLLM_PYTEST) -m alone || $(call again,$(VLLM_PYTEST) -m alone)
 
 test-lmcache: install-lmcache
 	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default tests/engines/lmcache
 
 # The engines of all modules are the same three, so one worker runs them.
 test-sglang: install-sglang
-	$(SGLANG_PYTEST)
+	$(SGLANG_PYTEST) || $(call again,$(SGLANG_PYTEST))
 
 nightly: install-rest install-vllm
 	$(PYTEST) -n 3 -m nightly

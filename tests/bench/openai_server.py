@@ -56,25 +56,28 @@ class OpenAiServer:
                 pass
 
             def do_GET(self) -> None:
-                server.page(self)
+                self.wfile.write(server.page(self))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with server._lock:
                     server._at_once += 1
                     server.most_at_once = max(server.most_at_once, server._at_once)
+                last = b""
                 try:
-                    server.answer(self, body)
+                    last = server.answer(self, body)
                 finally:
                     with server._lock:
                         server._at_once -= 1
+                # Behind the count, because the client sends its next request once it has these bytes.
+                self.wfile.write(last)
 
         self._server = _Http(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def page(self, handler: BaseHTTPRequestHandler) -> None:
-        """Models and metrics."""
+    def page(self, handler: BaseHTTPRequestHandler) -> bytes:
+        """Begin the answer with models or metrics. Returns its body."""
         if handler.path == "/metrics":
             self.keys_at_metrics.add(handler.headers["Authorization"])
         elif self.key and handler.headers["Authorization"] != f"Bearer {self.key}":
@@ -94,10 +97,10 @@ class OpenAiServer:
         handler.send_header("Connection", "close")
         handler.end_headers()
         handler.close_connection = True
-        handler.wfile.write(data)
+        return data
 
-    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        """One request."""
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> bytes:
+        """Answer one request, but for the last bytes, which are returned."""
         api = handler.path.removeprefix("/v1/")
         if api not in self.apis:
             return _send(handler, 404, {"detail": "Not Found"})
@@ -130,19 +133,18 @@ class OpenAiServer:
         for at in range(body["max_tokens"]):
             failing = fault if at == min(1, body["max_tokens"] - 1) else ""
             if failing == "garbage":
-                handler.wfile.write(b"<html>what</html>\n\n")
-                return
+                return b"<html>what</html>\n\n"
             if failing == "stall":
                 self.gate.wait(60)
             if failing == "cut":
                 handler.connection.shutdown(socket.SHUT_RDWR)
-                return
+                return b""
             last = at + 1 == body["max_tokens"]
             piece: dict[str, Any] = {"delta": {"content": "x"}} if chat else {"text": "x"}
             _event(handler, {"choices": [{"index": 0, "finish_reason": "length" if last else None, **piece}]})
         usage = {"prompt_tokens": len(tokens), "completion_tokens": body["max_tokens"]}
         _event(handler, {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": own}}})
-        handler.wfile.write(b"data: [DONE]\n\n")
+        return b"data: [DONE]\n\n"
 
     def _count(self, tokens: list[int]) -> int:
         """Count a prompt, and return the tokens of it that its cache had."""
@@ -172,7 +174,8 @@ def _event(handler: BaseHTTPRequestHandler, part: dict[str, Any]) -> None:
     handler.wfile.flush()
 
 
-def _send(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
+def _send(handler: BaseHTTPRequestHandler, status: int, body: object) -> bytes:
+    """Send the head of a reply. Returns its body."""
     data = json.dumps(body).encode()
     handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
@@ -180,4 +183,4 @@ def _send(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
     handler.send_header("Connection", "close")
     handler.end_headers()
     handler.close_connection = True
-    handler.wfile.write(data)
+    return data

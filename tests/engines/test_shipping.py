@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.models import FAMILIES, SEGMENT, family, padded, prompt
-from tests.robustness.live import PATIENT, wait_told
+from tests.robustness.live import PATIENT, wait_told, wait_until
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -133,7 +133,8 @@ def test_unsupported_attention_is_named_and_fetched(
     rows = [prompt(5 * SEGMENT + 3, 1)]
     put(cluster, model, rows)
     with engine_at(cluster, READER, model) as engine:
-        assert check(engine, model, rows).tokens_hit == shipped(rows)
+        # On a busy machine a fetch misses its deadline: then the engine computes the prompt, and the next one is a hit.
+        wait_until(lambda: check(engine, model, rows).tokens_hit == shipped(rows), "the prefix is fetched")
     assert "prefixes of" in caplog.text
 
 
