@@ -331,8 +331,9 @@ def test_every_system_serves_everything_alike_each_time(name: str) -> None:
     assert 0 < row.busy_share <= 1
     if SYSTEMS[name].split is None and not SYSTEMS[name].pulls:
         assert (row.load_cv, row.bytes_moved) == (None, 0), "private caches send nothing"
-    # Routers have no disks.
-    absent = {"disk_written_bytes_per_day", "disk_written_share", "long_prompts"}
+    # Routers have no disks and no cold tier.
+    written = {f"{tier}_written_{of}" for tier in ("disk", "cold") for of in ("bytes_per_day", "share")}
+    absent = {*written, "long_prompts"}
     assert all(getattr(row, field) is None for field in absent)
     finite = set(SystemRow.__struct_fields__) - {"load_cv"} - absent
     assert all(math.isfinite(getattr(row, field)) for field in finite)
