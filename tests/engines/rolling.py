@@ -223,8 +223,8 @@ def share(requests: Sequence[Request]) -> str:
 
 def rolling_restarts(cluster: Cluster, load: Load) -> list[Restart]:
     """Restart the daemon of each node in turn by SIGTERM, to a version that adds a field to each message, and then
-    again by SIGKILL, while the engines serve. Checks that no request fails or has a wrong token, that hits after each restart
-    are those of before, and that engines map the memory where they did before. Prints a table."""
+    again by SIGKILL, while the engines serve. Checks that no request fails or has a wrong token, that hits after each
+    restart are those of before, and that engines map the memory where they did before. Prints a table."""
     restarts: list[Restart] = []
     with load.running():
         for signal in SIGNALS:
