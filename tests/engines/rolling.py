@@ -122,10 +122,9 @@ class Load:
         self.until(enough, f"{count} requests are answered")
         return self.answers[first:]
 
-    def settled(self) -> list[Request]:
-        """Wait until requests of all engines, `LEAST` one after the other, are supplied with all that a cache has which
-        forgets nothing; these requests."""
-        first = len(self.answers)
+    def settled(self, first: int) -> list[Request]:
+        """Wait until requests of all engines, `LEAST` one after the other from index `first` on, are supplied with all
+        that a cache has which forgets nothing; these requests."""
 
         def last() -> list[Request]:
             return self.answers[max(first, len(self.answers) - LEAST) :]
@@ -183,7 +182,8 @@ class Load:
 class Restart:
     """A restart of the daemon of node `number`: the requests before it, between the signal and the first one of its
     engine that the pool supplied again, and after that. Seconds from the signal: `ready_s` until the daemon served and
-    was connected with the others, `back_s` until that first request."""
+    was connected with the others, `back_s` until that first request. `short`: the number of requests after it that were
+    supplied with less than a cache has which forgets nothing: what was computed meanwhile could not be stored."""
 
     signal: str
     number: int
@@ -192,11 +192,13 @@ class Restart:
     after: list[Request]
     ready_s: float
     back_s: float
+    short: int
 
     def row(self) -> str:
-        """A row of a table: for the node's own engine and then for the others, tokens supplied / prompt tokens before,
-        during and after, in brackets those of a cache that forgets nothing; and the requests that took longer than the
-        longest one before by a match deadline."""
+        """A row of a table. For the node's own engine and then for the others: tokens supplied / prompt tokens before,
+        during and after, in brackets those of a cache that forgets nothing. Then `short`; `ready_s`, `back_s`; the
+        seconds of requests before (median, longest) and during (longest); and the number of requests that took longer
+        than the longest one before by a match deadline."""
         cells = [f"{self.signal} node{self.number}"]
         for own in (True, False):
             for requests in (self.before, self.during, self.after):
@@ -206,6 +208,7 @@ class Restart:
         median = statistics.median(each.seconds for each in self.before)
         longest = max(each.seconds for each in self.during)
         cells += [
+            str(self.short),
             f"{self.ready_s:.1f}, {self.back_s:.1f} s",
             f"{median:.2f}, {usual:.2f} s",
             f"{longest:.2f} s",
@@ -227,9 +230,9 @@ def rolling_restarts(cluster: Cluster, load: Load) -> list[Restart]:
     restart are those of before, and that engines map the memory where they did before. Prints a table."""
     restarts: list[Restart] = []
     with load.running():
+        before = load.settled(0)
         for signal in SIGNALS:
             for number, node in enumerate(cluster.nodes):
-                before = load.settled()
                 mapped = mappings(load.engines[number].pid)
                 first, began = len(load.answers), time.monotonic()
                 _end(node, signal)
@@ -243,14 +246,19 @@ def rolling_restarts(cluster: Cluster, load: Load) -> list[Restart]:
 
                 load.until(back, "the pool supplies the engine of the node again")
                 back_s, during = time.monotonic() - began, load.answers[first:]
-                restarts.append(Restart(signal, number, before, during, load.next(LEAST), ready_s, back_s))
+                first, after = len(load.answers), load.next(LEAST)
+                settled = load.settled(first)
+                short = sum(each.supplied < each.ideal for each in load.answers[first:])
+                restarts.append(Restart(signal, number, before, during, after, ready_s, back_s, short))
+                before = settled
                 now = mappings(load.engines[number].pid)
                 assert mapped.items() & now.items()
                 assert all(mapped[region] == now[region] for region in mapped.keys() & now.keys())
-        load.settled()
     for restart in restarts:
         print(restart.row())
-    assert not any(each.wrong for each in load.answers)
+    wrong = sum(each.wrong for each in load.answers)
+    print(f"{len(load.answers)} requests, {wrong} with wrong tokens")
+    assert not wrong
     return restarts
 
 

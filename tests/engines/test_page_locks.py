@@ -220,6 +220,10 @@ def test_a_process_with_registrations_ends_quietly() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def connected(pool: Pool) -> bool:
+    return pool.connected
+
+
 def another_life(pool: Pool, before: int) -> bool:
     return pool.connected and pool.engine.incarnation != before
 
@@ -255,5 +259,49 @@ def test_stores_are_right_after_a_restart_of_the_daemon(device: CpuDevice) -> No
             del arrays
         del held
     del pool
+    gc.collect()
+    assert not device.locks.pinned
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("how", ["in order", "killed"])
+def test_kept_memory_stays_locked_over_a_restart(device: CpuDevice, how: str) -> None:
+    """The pages are the same: they are neither mapped nor locked anew, and copies go on while no daemon runs."""
+    copy = copier(device, 7.0)
+
+    def fill(index: int, slot: NDArray[np.uint8]) -> None:
+        copy.to_slot(slot, Part(0, 0, 0, (index,)))
+
+    def store_and_read(pool: Pool, prompt: Prompt) -> None:
+        assert outcomes(pool.store_all(pool.prefix(prompt.tokens).keys, fill, patience=LIMIT_S)) == {Code.COMMITTED}
+        with match(pool, prompt) as lease:
+            arrays = lease.fetch(deadline_s=LIMIT_S)
+            assert [(array.view(np.float32) == 7.0).all() for array in arrays] == [True] * 3
+            copy.from_slot(arrays[0], Part(0, 0, 0, (0,)))
+            copy.finish()
+            del arrays
+
+    with daemons(keep_s="600") as cluster, cluster.connect(0, LAYOUT) as pool:
+        node = cluster.nodes[0]
+        store_and_read(pool, Prompt(0, 3))
+        with match(pool, Prompt(0, 3)) as lease:
+            held = lease.fetch(deadline_s=LIMIT_S)
+            locked = dict(device.locks.pinned)
+            assert locked
+            if how == "killed":
+                node.kill()
+            else:
+                assert node.stop() == 0
+            copy.from_slot(held[1], Part(0, 0, 0, (1,)))
+            copy.finish()
+            node.start()
+            cluster.wait_ready()
+            wait_until(partial(connected, pool), "connected again")
+            store_and_read(pool, Prompt(1, 3))
+            assert locked.items() <= device.locks.pinned.items()
+            copy.from_slot(held[2], Part(0, 0, 0, (2,)))
+            copy.finish()
+            del held
+    del pool, lease
     gc.collect()
     assert not device.locks.pinned

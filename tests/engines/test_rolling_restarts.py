@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.engines.models import SEGMENT, family, prompt
-from tests.engines.rolling import KEPT, Load, Reply, Serving, Shape, Tokens, rolling_restarts
-from tests.robustness.live import PATIENT, accounted, wait_until
+from tests.engines.rolling import KEPT, MATCH_S, Load, Reply, Serving, Shape, Tokens, rolling_restarts
+from tests.robustness.live import accounted, wait_until
+from tokenlake_client import Deadlines
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 
@@ -21,7 +22,8 @@ pytestmark = [pytest.mark.live, pytest.mark.rest, pytest.mark.timeout(300)]
 
 NODES = 3
 SHAPE = Shape(SEGMENT, 6 * SEGMENT, 40, prompt)
-OPTIONS = EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT, mode="fetch")
+DEADLINES = Deadlines(call_s=MATCH_S, match_s=MATCH_S, fetch_s=MATCH_S, grace_s=MATCH_S)
+OPTIONS = EngineOptions(segment_tokens=SEGMENT, deadlines=DEADLINES, mode="fetch")
 
 
 def greedy(generate: Any, tokens: Tokens) -> Tokens:
