@@ -27,8 +27,10 @@ OPTIONS = EngineOptions(segment_tokens=SEGMENT, deadlines=DEADLINES, mode="fetch
 
 
 def greedy(generate: Any, tokens: Tokens) -> Tokens:
-    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    answer: Tokens = generate(torch.tensor([tokens]), **settings)[0, len(tokens) :].tolist()
+    ids = torch.tensor([tokens])
+    # Without a mask, transformers takes the model's own answers for padding where they have its token.
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    answer: Tokens = generate(ids, **settings)[0, len(tokens) :].tolist()
     return answer
 
 
