@@ -47,4 +47,4 @@ def test_the_same_tokens_and_hits(model: Any) -> None:
                 return int(engine.counts.tokens_hit - before)
 
             # A request in the moment before the engine is connected again is a miss.
-            wait_until(lambda: hits() == 5 * SEGMENT * PROMPTS, "all hits are back")  # noqa: B023
+            wait_until(lambda: hits() == 5 * SEGMENT * PROMPTS, "all hits are back")

@@ -504,6 +504,28 @@ def test_the_store_of_the_service_manager_has_a_limit(tmp_path: Path) -> None:
             fill(pool, 20, first=100)
 
 
+def test_a_store_that_is_smaller_than_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that engines lock are lost without a word: the next daemon does not trust the memory."""
+    with fork_server.executed(), descriptor_store(tmp_path, most=7), contextlib.ExitStack() as stack:
+        monkeypatch.setenv("FDSTORE", "1000")
+        cluster = stack.enter_context(kept_by("service manager"))
+        node = cluster.nodes[0]
+        # Engines of their own: a process that closes a descriptor of a file, as the stand-in does, lets go of its lock.
+        engines = [stack.enter_context(EngineProcess(node.socket)) for _ in range(4)]
+        engines[0].ask("store", seed=1, segments=SEGMENTS)
+        for engine in engines:
+            assert engine.ask("match", seed=1, segments=SEGMENTS)["hits"] == SEGMENTS
+        node.kill()
+        begin(cluster)
+        assert "of the files that engines have locked are missing" in node.log.read_text()
+        for seed in range(40):
+            with contextlib.suppress(AssertionError):
+                engines[3].ask("store", seed=100 + seed, segments=SEGMENTS)
+        returned(engines[3])
+        engines[3].ask("store", seed=200, segments=SEGMENTS)
+        assert [engine.ask("compare") for engine in engines] == [{"wrong": 0, "hits": SEGMENTS}] * 4
+
+
 def regions(kept: StandIn) -> int:
     return sum(name.startswith("region-") for name in kept.names)
 

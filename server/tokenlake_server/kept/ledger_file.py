@@ -2,8 +2,8 @@
 
 ::
 
-    0        PAGE                       records_at
-    | header | table of regions         | records of a region | records of another | ...
+    0        PAGE                                    records_at
+    | header | table of regions | numbers of locks | records of a region | records of another | ...
 
 Each entry of the table has a checksum, so that one that was being written when the process ended does not count. The
 order of writes is that of this process: a process that is killed leaves what it had written.
@@ -44,6 +44,8 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SPARE, _CUT = 1, 2
 MOST_REGIONS = 1024
 """Least number of places in the table of regions."""
+MOST_LOCKS = 16384
+"""Maximum number of locks in the ledger."""
 
 
 class LedgerRefused(Exception):
@@ -85,6 +87,10 @@ class LedgerFile:
         self._places: int = _HEADER.unpack_from(self._view)[7]
         self._regions: dict[int, tuple[int, Entry]] = {}
         """The place in the table, and the entry, of each region."""
+        self._locks: dict[int, int] = {}
+        """The place in the table of each lock, by its number."""
+        self._free = list(range(MOST_LOCKS - 1, -1, -1))
+        """The other places, the next one last."""
         self._records: dict[int, tuple[int, int, int]] = {}
         """Where the records of a region begin, their stride, the number of its slots."""
 
@@ -146,6 +152,10 @@ class LedgerFile:
             nbytes = wanted
         ledger = cls(descriptor, nbytes)
         ledger._read_table()
+        numbers = np.frombuffer(ledger._view, np.uint64, MOST_LOCKS, _locks_at(ledger._places))
+        ledger._locks = {int(numbers[place]): place for place in np.flatnonzero(numbers).tolist()}
+        taken = dict.fromkeys(ledger._locks.values())
+        ledger._free = [place for place in ledger._free if place not in taken]
         return ledger
 
     # -- the words to the next daemon
@@ -178,6 +188,28 @@ class LedgerFile:
         """This daemon writes the ledger from now on: a crash finds it so."""
         self.clean = False
         _U64.pack_into(self._view, _INCARNATION_AT, incarnation)
+
+    # -- locks
+
+    @property
+    def locks(self) -> list[int]:
+        """The numbers of the locks that the store has: one of them that the next daemon does not get was lost."""
+        return list(self._locks)
+
+    def add_lock(self, number: int) -> bool:
+        """Record a lock, once the store has it. Returns False if there is no place for it."""
+        if not self._free:
+            return False
+        place = self._locks[number] = self._free.pop()
+        _U64.pack_into(self._view, _locks_at(self._places) + 8 * place, number)
+        return True
+
+    def remove_lock(self, number: int) -> None:
+        """Record that a lock is not needed any more, before the store lets it go."""
+        place = self._locks.pop(number, None)
+        if place is not None:
+            _U64.pack_into(self._view, _locks_at(self._places) + 8 * place, 0)
+            self._free.append(place)
 
     # -- regions
 
@@ -309,8 +341,12 @@ def found_records(records: NDArray[np.uint8], generations: NDArray[np.uint64]) -
         yield slot, records[slot].tobytes()
 
 
-def _table_end(places: int) -> int:
+def _locks_at(places: int) -> int:
     return PAGE + -(-places * ENTRY_BYTES // PAGE) * PAGE
+
+
+def _table_end(places: int) -> int:
+    return _locks_at(places) + 8 * MOST_LOCKS
 
 
 def _size(places: int, regions: int, memory: int) -> int:

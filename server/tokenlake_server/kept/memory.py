@@ -137,8 +137,15 @@ class Kept:
             self._ledger = LedgerFile.adopt(left[names[0]], self._owner, self._config.regions, self._config.memory)
             self._store.has(names[0], left.pop(names[0]))
             self._before, self._clean = self._ledger.incarnation, self._ledger.clean
+            known = {name.removeprefix("lock-").partition("-")[0] for name in left if name.startswith("lock-")}
+            if lost := [number for number in self._ledger.locks if str(number) not in known]:
+                # Without them this daemon could not know which slots are read.
+                raise LedgerRefused(
+                    f"{len(lost)} of the files that engines have locked are missing; under systemd: is "
+                    "FileDescriptorStoreMax= as large as the variable FDSTORE says?"
+                )
             self._take_regions(self._ledger, left)
-            self._take_locks(left)
+            self._take_locks(self._ledger, left)
         except (LedgerRefused, OSError, ValueError) as reason:
             log.warning("this daemon starts empty, although %s has memory of one before: %s", self._store.name, reason)
             self._forget()
@@ -190,13 +197,15 @@ class Kept:
         for problem, count in problems.items():
             log.warning("%d regions of the daemon before are not kept, because of %s", count, problem)
 
-    def _take_locks(self, left: dict[str, int]) -> None:
+    def _take_locks(self, book: LedgerFile, left: dict[str, int]) -> None:
         """Find the processes of the daemon before that live. Their descriptors leave `left`."""
         for name in [name for name in left if name.startswith("lock-")]:
             number, _, tenant = name.removeprefix("lock-").partition("-")
             if number.isdecimal() and tenant in self._tenants and is_locked(left[name]):
                 self._store.has(name, left[name])
                 self._survivors[int(number)] = Survivor(tenant, left.pop(name))
+            else:
+                book.remove_lock(int(number) if number.isdecimal() else 0)
 
     def begin(self, driver: Driver, loop: asyncio.AbstractEventLoop, incarnation: int) -> None:
         """Tell the rules of the memory that was kept. Called once, before the first event."""
@@ -360,9 +369,11 @@ class Kept:
         assert self._driver is not None
         if self._ends:
             return
+        assert self._ledger is not None
         for number, survivor in list(self._survivors.items()):
             if not is_locked(survivor.lock):
                 del self._survivors[number]
+                self._ledger.remove_lock(number)
                 self._store.drop(lock_name(number, survivor.tenant))
                 os.close(survivor.lock)
                 self._driver.handle(SurvivorGone(number))
@@ -401,15 +412,19 @@ class Kept:
 
     def lock_made(self, number: int, tenant: str, lock: int) -> None:
         """A process gets a file that it has to lock, before it maps anything."""
-        if self._store.room > 0:
+        assert self._ledger is not None
+        held = self._store.room > 0
+        if held:
             self._store.hold(lock_name(number, tenant), lock)
-        else:
+        if not (held and self._ledger.add_lock(number)):
             self._unheld.add(number)
             self._note_complete()
 
     def lock_closing(self, number: int, tenant: str) -> None:
         """The file of a process is about to be closed."""
+        assert self._ledger is not None
         self._unheld.discard(number)
+        self._ledger.remove_lock(number)
         self._store.drop(lock_name(number, tenant))
         self._note_complete()
 

@@ -58,6 +58,20 @@ def test_regions_and_records() -> None:
     assert (again(book).incarnation, again(book).clean) == (8, False)
 
 
+def test_locks() -> None:
+    book = made()
+    for number in (5, 1 << 62, 7):
+        assert book.add_lock(number)
+    book.remove_lock(5)
+    book.remove_lock(9)
+    assert sorted(again(book).locks) == [7, 1 << 62]
+    found = again(book)
+    found.remove_lock(7)
+    assert found.add_lock(11)
+    assert sorted(again(book).locks) == [11, 1 << 62]
+    assert [found.add_lock(100 + each) for each in range(20_000)].count(True) == 16_382
+
+
 def test_an_entry_that_was_being_written_does_not_count() -> None:
     book = made()
     for number in range(3):
