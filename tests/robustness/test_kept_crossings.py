@@ -1,0 +1,74 @@
+"""Kept memory where it meets the disk tier, the cold tier, orders of operators and answers that are late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, read, total, wait_until
+from tests.robustness.test_kept_memory import back, begin, kept_by
+from tests.server.disk.test_live import store
+from tokenlake.errors import Unreachable
+from tokenlake.wire import Code
+from tokenlake_client import Pool
+from tokenlake_client.lease import Lease
+from tokenlake_testing.cluster import Node
+from tokenlake_testing.disk_keys import keys_on_disk
+
+pytestmark = pytest.mark.live
+
+SEGMENTS = 12
+
+
+def on_disk_alone(pool: Pool, prompts: list[Prompt]) -> tuple[Prompt, int, Lease]:
+    """A prompt, and a lease of one of its segments that is on disk and not in memory."""
+    for prompt in prompts:
+        for index, key in enumerate(pool.prefix(prompt.tokens).keys):
+            lease = pool.match([key], deadline_s=PATIENT_S)
+            if lease.hits and lease.codes[0] == Code.REMOTE:
+                return prompt, index, lease
+            lease.release()
+    raise AssertionError("all segments are in memory")
+
+
+def test_an_answer_of_a_daemon_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon answers a fetch and dies, and the next one has its memory and reuses the slots before the thread of the
+    engine goes on: it must not take the slots for those of its segments."""
+    with kept_by("keeper", disk=str(tmp_path), disk_writes_per_day="0") as cluster:
+        node = cluster.nodes[0]
+        wait_until(lambda: total(node, "tokenlake_disk_serving") == 1, "the disk is in use")
+        with cluster.connect(0, LAYOUT) as pool:
+            prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
+            for prompt in prompts:
+                store(pool, prompt)
+            wait_until(lambda: len(keys_on_disk(tmp_path)) > 100, "some are on disk")
+            prompt, index, lease = on_disk_alone(pool, prompts)
+            fetch = Lease._fetch
+
+            def late(self: Lease, *arguments: Any) -> Any:
+                answer = fetch(self, *arguments)
+                monkeypatch.setattr(Lease, "_fetch", fetch)
+                node.kill()
+                begin(cluster)
+                back(pool)
+                wait_until(lambda: total(node, "tokenlake_survivors") == 0, "the engine has returned")
+                wait_until(lambda: not withheld(node), "slots are reused")
+                for seed in range(60):
+                    store(pool, Prompt(5000 + seed, SEGMENTS))
+                return answer
+
+            monkeypatch.setattr(Lease, "_fetch", late)
+            try:
+                arrays = lease.fetch(deadline_s=LIMIT_S)
+            except Unreachable:
+                arrays = []
+            assert prompt.wrong(arrays, index) == 0
+            del arrays
+            lease.release()
+            assert read(pool, prompt) >= 0
+
+
+def withheld(node: Node) -> float:
+    return total(node, "tokenlake_withheld_slots")
