@@ -14,6 +14,7 @@ from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.lease import Lease
+from tokenlake_server import keeper
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.disk_keys import keys_on_disk
 
@@ -72,3 +73,32 @@ def test_an_answer_of_a_daemon_that_was_killed(tmp_path: Path, monkeypatch: pyte
 
 def withheld(node: Node) -> float:
     return total(node, "tokenlake_withheld_slots")
+
+
+def test_memory_passes_on_with_the_end_of_the_process(tmp_path: Path) -> None:
+    """A daemon that has left its memory and whose process has not ended, because a thread hangs in a read of a disk
+    into a slot, still has it: the next daemon does not get it."""
+    with kept_by("keeper") as cluster:
+        node = cluster.nodes[0]
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, Prompt(1, SEGMENTS))
+        node.stop()
+        node.start("tests.robustness.lingering_daemon")
+        cluster.wait_ready()
+        path = str(node.socket).replace(".sock", ".keeper")
+        node.terminate()
+        wait_until(lambda: "it has left, and stays" in node.log.read_text(), "it has left")
+        assert busy(path)
+        node.kill()
+        wait_until(lambda: not busy(path), "its process has ended")
+        begin(cluster)
+        with cluster.connect(0, LAYOUT) as pool:
+            assert read(pool, Prompt(1, SEGMENTS)) == SEGMENTS
+
+
+def busy(path: str) -> bool:
+    """Does the keeper serve a daemon?"""
+    sock = keeper.connect(path)
+    assert sock is not None
+    with sock:
+        return keeper.receive(sock)[0] == b"busy"

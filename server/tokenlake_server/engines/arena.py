@@ -159,8 +159,8 @@ class Region:
 
 
 class Arena:
-    """All memory regions of the node. `make`, `trim`, `free` and `end` run in threads; other methods are called on the control
-    loop or while it does not run."""
+    """All memory regions of the node. `make`, `trim`, `free` and `end` run in threads; other methods are called on the
+    control loop or while it does not run."""
 
     def __init__(self, huge_pages: bool = False) -> None:
         self._huge_pages = huge_pages

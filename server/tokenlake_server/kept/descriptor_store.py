@@ -86,6 +86,17 @@ class DescriptorStore(ABC):
         self._disconnect()
         self._loop = None
 
+    def leave(self) -> None:
+        """The daemon ends: what the store has stays there. The connection ends with the process, and the next daemon
+        waits for that: until then a thread that hangs, for example in a read of a disk, may write into the memory."""
+        if self._sock is not None:
+            if self._loop is not None:
+                self._loop.remove_writer(self._sock)
+                self._loop.remove_reader(self._sock)
+            self._sock.detach()
+            self._sock = None
+        self._loop = None
+
     # -- for the subclasses
 
     @abstractmethod

@@ -478,7 +478,7 @@ class Kept:
 
     def close(self) -> None:
         """Leave the store. What it has, it keeps."""
-        self._store.close()
+        self._store.leave()
         for survivor in self._survivors.values():
             os.close(survivor.lock)
         self._survivors.clear()
