@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, read, total, wait_until
 from tests.robustness.test_kept_memory import back, begin, kept_by
+from tests.server.cold.test_live import filled, ready
 from tests.server.disk.test_live import store
 from tokenlake.errors import Unreachable
+from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.lease import Lease
+from tokenlake_operator.evict import evict
 from tokenlake_server import keeper
 from tokenlake_testing.cluster import Node
 from tokenlake_testing.disk_keys import keys_on_disk
@@ -102,3 +106,44 @@ def busy(path: str) -> bool:
     assert sock is not None
     with sock:
         return keeper.receive(sock)[0] == b"busy"
+
+
+@pytest.mark.parametrize("what", ["segments", "tenant"])
+def test_what_an_operator_evicted_stays_away(tmp_path: Path, what: str) -> None:
+    """From memory, disk and a slow cold tier; the daemon is killed when the operator has the answer."""
+    place, disk = tmp_path / "cold", tmp_path / "disk"
+    place.mkdir()
+    disk.mkdir()
+    prompts = [Prompt(seed, SEGMENTS) for seed in range(60)]
+    with kept_by("keeper", cold=str(place), disk=str(disk), disk_writes_per_day="0") as cluster:
+        node = cluster.nodes[0]
+        node.kill()
+        node.start("tests.robustness.slow_cold_daemon")
+        cluster.wait_ready()
+        filled(cluster, prompts)
+        journals = place / "index" / "journal"
+        wait_until(lambda: any(each.stat().st_size > 1000 for each in journals.iterdir()), "a journal is written")
+        with cluster.connect(0, LAYOUT) as pool:
+            keys = [key for prompt in prompts[:10] for key in pool.prefix(prompt.tokens).keys]
+        words = (
+            [word for key in keys for word in ("--segment", key.hex())] if what == "segments" else ["--all", "--yes"]
+        )
+        at = ("--socket", str(node.socket).removesuffix(".sock") + ".control")
+        assert CliRunner().invoke(evict, [*words, *at]).exit_code == 0
+        node.kill()
+        begin(cluster)
+        ready(cluster)
+        wait_until(lambda: total(node, "tokenlake_disk_serving") == 1, "the disk is in use")
+        with cluster.connect(0, LAYOUT) as pool:
+            assert found_of(pool, keys) == 0
+            others = [key for prompt in prompts[10:] for key in pool.prefix(prompt.tokens).keys]
+            assert (found_of(pool, others) > 0) == (what == "segments")
+
+
+def found_of(pool: Pool, keys: list[SegmentKey]) -> int:
+    """The number of these segments that the pool has anywhere."""
+    found = 0
+    for key in keys:
+        with pool.match([key], deadline_s=PATIENT_S) as lease:
+            found += lease.hits
+    return found

@@ -176,6 +176,11 @@ class ColdStore:
             names = tuple(tenant.shorts(order.keys).tolist())
             self._erase(Erasure(names, ERASED, tenant.tag, order.slot_bytes))
 
+    @property
+    def erasing(self) -> bool:
+        """True while objects of an order are not deleted."""
+        return self._erasures.waiting
+
     def _erase(self, order: Erasure) -> None:
         self._erasures.add(order)
         with self._lock:

@@ -20,6 +20,8 @@ from tokenlake_server.loop.driver import Driver
 
 log = logging.getLogger(__name__)
 
+ERASED_S, LOOK_S = 5.0, 0.02
+"""Seconds for which an operator waits until evicted objects are deleted, and between two looks for that."""
 WATCH_S = 0.5
 """Interval at which the place is watched for calls that take too long."""
 
@@ -100,6 +102,16 @@ class ColdTier:
     def _erase(self, order: ColdErase) -> None:
         if self._store is not None:
             self._store.erase(order)
+
+    async def erased(self) -> list[str]:
+        """Wait until all objects that were evicted are deleted. Returns a text if some are not, after `ERASED_S`: a
+        daemon that ends before has forgotten to delete them."""
+        until = self._loop.time() + ERASED_S
+        while self._store is not None and self._store.erasing:
+            if self._loop.time() > until:
+                return [f"{self._store.name}: its objects are not deleted yet; evict them again if this node restarts"]
+            await asyncio.sleep(LOOK_S)
+        return []
 
     @property
     def _there(self) -> ColdStore:

@@ -244,6 +244,7 @@ class Daemon:
                     measurement,
                     self.orders,
                     self.disk,
+                    self.cold,
                     str(self.metrics.address) if self.metrics is not None else "",
                 )
                 self.control = server(parts, self._admin, loop)
