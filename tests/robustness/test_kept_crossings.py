@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, read, total, wait_until
-from tests.robustness.test_kept_memory import back, begin, kept_by
+from tests.robustness.test_kept_memory import back, begin, held, kept_by
 from tests.server.cold.test_live import filled, ready
 from tests.server.disk.test_live import store
 from tokenlake.errors import Unreachable
@@ -147,3 +147,31 @@ def found_of(pool: Pool, keys: list[SegmentKey]) -> int:
         with pool.match([key], deadline_s=PATIENT_S) as lease:
             found += lease.hits
     return found
+
+
+def test_memory_that_missed_an_eviction() -> None:
+    """A daemon was killed. The next one could not get its memory, and an operator evicted there what it had."""
+    with kept_by("keeper") as cluster:
+        node = cluster.nodes[0]
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, Prompt(1, SEGMENTS))
+        node.kill()
+        keep = node.settings.pop("keep-s")
+        with held(node):
+            begin(cluster)
+            at = ("--socket", str(node.socket).removesuffix(".sock") + ".control")
+            assert CliRunner().invoke(evict, ["--all", "--yes", *at]).exit_code == 0
+            node.stop()
+        node.settings["keep-s"] = keep
+        begin(cluster)
+        assert "an operator has evicted segments" in node.log.read_text()
+        with cluster.connect(0, LAYOUT) as pool:
+            assert read(pool, Prompt(1, SEGMENTS)) == 0
+            store(pool, Prompt(2, SEGMENTS))
+            assert CliRunner().invoke(evict, ["--all", "--yes", *at]).exit_code == 0
+            store(pool, Prompt(3, SEGMENTS))
+        node.kill()
+        begin(cluster)
+        with cluster.connect(0, LAYOUT) as pool:
+            assert read(pool, Prompt(2, SEGMENTS)) == 0
+            assert read(pool, Prompt(3, SEGMENTS)) == SEGMENTS, "memory that has followed it is kept"

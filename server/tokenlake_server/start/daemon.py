@@ -223,7 +223,8 @@ class Daemon:
             f"PID namespaces, within {LOCK_S:.0f} s"
         )
         if kept is not None:
-            kept.begin(self.driver, loop, incarnation)
+            kept.begin(self.driver, loop, incarnation, self.orders.evicted)
+            self.orders.on_evicted = kept.followed
             if kept.nbytes:
                 self.regions.adopted()
         self.driver.start()
