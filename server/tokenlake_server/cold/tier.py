@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from tokenlake.config import ServerConfig
 from tokenlake.core.instructions import ColdErase, ColdLook, ColdRead, ColdWrite
@@ -38,8 +39,9 @@ class ColdTier:
         loop: asyncio.AbstractEventLoop,
         contents: Contents,
         tenants: Tenants,
+        evicted_s: Callable[[], float],
     ) -> None:
-        """Raises `ConfigurationError` for a place that cannot be one."""
+        """`evicted_s`: as of `Surroundings`. Raises `ConfigurationError` for a place that cannot be one."""
         self._driver = driver
         self._loop = loop
         self._alarm: asyncio.TimerHandle | None = None
@@ -47,7 +49,7 @@ class ColdTier:
         if config.cold:
             require_place(config.cold)
             secrets = {tenant.name: ColdTenant(tenant.secret) for tenant in tenants}
-            around = Surroundings(arena, driver.post, contents, secrets)
+            around = Surroundings(arena, driver.post, contents, secrets, evicted_s)
             place = config.cold
             self._store = ColdStore(place, lambda: open_place(place), config.cold_size, config.cold_days, around)
             if any(tenant.secret == DEFAULT_SECRET for tenant in tenants):

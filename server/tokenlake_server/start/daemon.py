@@ -177,7 +177,9 @@ class Daemon:
         tenants = Tenants(config)
         self.orders = StandingOrders(_orders_file(config), [disk.path for disk in config.disk], tenants.count)
         self.disk = DiskTier(config, arena, self.driver, loop, self._abort_fetch, self.contents, self.orders)
-        self.cold = ColdTier(config, arena, self.driver, loop, self.contents, tenants)
+        self.cold = ColdTier(
+            config, arena, self.driver, loop, self.contents, tenants, lambda: self.orders.evicted / 1e9
+        )
         # Behind the disk tier, which locks its directories.
         self.orders.load()
         self.peers.introductions.on_proven = self.membership.proven
