@@ -27,7 +27,7 @@ class KeptColdMachine(KeptClusterMachine, ColdClusterMachine):
     disk_places = 12
 
     @initialize(seed=st.integers(0, 1 << 32), number=which, how=readings)
-    def begin(self, seed: int, number: int, how: Reading) -> None:  # type: ignore[override]
+    def begin(self, seed: int, number: int, how: Reading) -> None:
         ClusterMachine.begin(self, seed)
         self.cluster.watcher = self._watch
         for node in range(NODES):

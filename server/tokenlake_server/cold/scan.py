@@ -47,8 +47,8 @@ def scan(
     objects: Objects, index: Index, folder: int, now_s: float, evicted_s: float = 0.0, *, whole: bool = True
 ) -> Scanned:
     """Compare one folder with the index, and correct both. `now_s`: by the clock of the place. `evicted_s`: the time of
-    the last eviction by an operator: it may have meant each older object that the index does not name, so that these are
-    removed, or left where the index is not `whole`. Raises OSError."""
+    the last eviction by an operator: it may have meant each older object that the index does not name, so that these
+    are removed, or left where the index is not `whole`. Raises OSError."""
     minute = int(now_s // 60)
     before = index.of_folder(folder)
     listed: dict[int, Listed] = {}

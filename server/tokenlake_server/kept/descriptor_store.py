@@ -73,6 +73,9 @@ class DescriptorStore(ABC):
         if name not in self._held:
             return
         del self._held[name]
+        # One that was not handed over yet must not be: by then its number may be that of another file.
+        waits = self._hold_message(name)
+        self._waiting = deque(each for each in self._waiting if each[0] != waits)
         self._waiting.append((self._drop_message(name), None))
         self._flush()
 
