@@ -53,6 +53,9 @@ class Child(Protocol):
     stdin: IO[str] | None
     stdout: IO[str] | None
 
+    @property
+    def pid(self) -> int: ...
+
     def send_signal(self, sig: int) -> None: ...
 
     def kill(self) -> None: ...

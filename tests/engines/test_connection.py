@@ -94,3 +94,23 @@ def test_a_connection_opened_after_close_is_closed(monkeypatch: pytest.MonkeyPat
     daemon.gate.set()
     assert closed.wait(10)
     assert connection.get() is None
+
+
+def test_a_pool_that_is_connected_again_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that failed while the pool was connected means a slow daemon, which is left alone for a second."""
+    daemon = Daemon()
+    daemon.error = None
+    connection = daemon.connection()
+    connected = True
+    monkeypatch.setattr(FaultyPool, "connected", property(lambda _: connected))
+    connection.failed()
+    assert connection.get() is None
+    daemon.now += module.RETRY_S
+    assert connection.get() is daemon.pool
+    connected = False
+    connection.failed()
+    assert connection.get() is None
+    connected = True
+    assert connection.get() is daemon.pool
+    connection.failed()
+    assert connection.get() is None

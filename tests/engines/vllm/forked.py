@@ -42,9 +42,13 @@ class _Forked:
         for end in (commands, to_child, from_child, replies):
             end.close()
 
-    def send_signal(self, sig: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, sig)
+        return self._process.pid
+
+    def send_signal(self, sig: int) -> None:
+        os.kill(self.pid, sig)
 
     def kill(self) -> None:
         self._process.kill()

@@ -47,6 +47,8 @@ class Connection:
         self._lock = threading.Lock()
         self._attempt: threading.Thread | None = None
         self._retry_at = 0.0
+        self._disconnected = False
+        """True if the last failed call found the pool without a connection to the daemon."""
         self._closed = False
         if at_once and pool is None and connect is not None:
             self._try()
@@ -57,7 +59,7 @@ class Connection:
         constructor, and only for one that this call starts)."""
         with self._lock:
             attempt = self._attempt
-            paused = self._closed or self._clock() < self._retry_at
+            paused = self._closed or (self._clock() < self._retry_at and not self._is_back())
             if not paused and (self._pool is not None or self._connect is None):
                 return self._pool
             if attempt is not None and attempt.is_alive():
@@ -84,10 +86,11 @@ class Connection:
         return self._pool
 
     def failed(self) -> None:
-        """Record that a call on the pool failed: `get` returns None for `RETRY_S`, while the pool reconnects by
-        itself."""
+        """Record that a call on the pool failed: `get` returns None for `RETRY_S`. If the pool has no connection, it
+        connects again by itself, which ends the pause: then the next request uses the daemon that has restarted."""
         with self._lock:
             self._retry_at = self._clock() + RETRY_S
+            self._disconnected = self._pool is not None and not self._pool.connected
 
     def close(self) -> None:
         """Close the connection to the pool if this object opened it. Never raises."""
@@ -96,6 +99,9 @@ class Connection:
             pool, self._pool = self._pool, None
         if pool is not None and self._owned:
             self._leave(pool)
+
+    def _is_back(self) -> bool:
+        return self._disconnected and self._pool is not None and self._pool.connected
 
     def _leave(self, pool: Pool) -> None:
         try:
