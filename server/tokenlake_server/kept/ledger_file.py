@@ -349,6 +349,13 @@ def found_records(records: NDArray[np.uint8], generations: NDArray[np.uint64]) -
         yield slot, records[slot].tobytes()
 
 
+def clear_void(records: NDArray[np.uint8], generations: NDArray[np.uint64]) -> None:
+    """Clear the records of a region that have not the slot's generation, so that they do not count when the slot
+    reaches it. `generations`: one per slot."""
+    written = records[:, 4:12].copy().view(np.uint64)[:, 0]
+    records[(written != 0) & (written != generations)] = 0
+
+
 def _locks_at(places: int) -> int:
     return PAGE + -(-places * ENTRY_BYTES // PAGE) * PAGE
 

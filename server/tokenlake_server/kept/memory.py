@@ -42,7 +42,7 @@ from tokenlake_server.engines.connected_process import is_locked
 from tokenlake_server.engines.tenants import digests
 from tokenlake_server.kept.descriptor_store import DescriptorStore
 from tokenlake_server.kept.keeper_process import KeeperProcess, KeeperUnusable, end_keeper
-from tokenlake_server.kept.ledger_file import Entry, LedgerFile, LedgerRefused, Owner, found_records
+from tokenlake_server.kept.ledger_file import Entry, LedgerFile, LedgerRefused, Owner, clear_void, found_records
 from tokenlake_server.kept.service_store import ServiceStore, offered
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.started_threads import started_threads
@@ -230,7 +230,11 @@ class Kept:
         book = self._ledger
         book.take_over(incarnation)
         for entry in book.entries():
-            marks = self._arena.generations(entry.number, entry.slot_bytes).tobytes() if entry.slot_bytes else b""
+            marks = b""
+            if entry.slot_bytes:
+                generations = self._arena.generations(entry.number, entry.slot_bytes)
+                clear_void(book.records(entry.number), generations)
+                marks = generations.tobytes()
             driver.handle(RegionKept(entry.number, entry.nbytes, entry.tenant, entry.slot_bytes, marks))
         batches = self._batches()
         if self._clean:
