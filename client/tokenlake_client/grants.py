@@ -270,10 +270,12 @@ class Grants:
         since the lease was granted."""
         with self.lock:
             if hold.id and self._is_current(hold.link):
-                self._check_over(hold.link)
+                self.check_over(hold.link)
                 self._leases.setdefault(hold.id, []).append(hold)
 
-    def _check_over(self, link: Link) -> None:
+    def check_over(self, link: Link) -> None:
+        """Raises `Unreachable` if another connection has been opened since `link`, over which a grant came. The caller
+        holds `lock`."""
         if link is not self._link:
             # Another connection was opened after the grant. Its `ReconcileGrants` did not name the grant, so the daemon
             # has taken it back.
@@ -349,7 +351,7 @@ class Grants:
         `Unreachable` when the connection has broken since the write was granted."""
         with self.lock:
             if write and self._is_current(link):
-                self._check_over(link)
+                self.check_over(link)
                 self._writes[write] = self._writes.get(write, 0) + 1
 
     def begin_filling(self, link: Link, write: WriteId, slots: bytes) -> None:
@@ -358,7 +360,7 @@ class Grants:
         was granted."""
         with self.lock:
             self.current(link)
-            self._check_over(link)
+            self.check_over(link)
             self._fillings += 1
             self._slots.setdefault(write, []).append(slots)
             self.hold_write(link, write)

@@ -345,14 +345,18 @@ class Lease:
             # 0 stands for a deadline that the daemon predicts, so that a deadline that has passed is not 0.
             passed_s = time.monotonic() - began
             left_s, most_left_s = (max(LEAST_S, each - passed_s) if each else 0.0 for each in (limit_s, at_most_s))
-            reply = self._fetch(first, end, left_s, most_left_s)
-            self._record(first, end, reply.codes, reply.slots, reply.checksums)
+            link, reply = self._fetch(first, end, left_s, most_left_s)
+            with self._grants.lock:
+                # A daemon that has the memory of the one before was not told of these slots if it has taken over
+                # meanwhile: it may reuse them.
+                self._grants.check_over(link)
+                self._record(first, end, reply.codes, reply.slots, reply.checksums)
             if self._item_codes.count(Code.LOCAL, first, end) < end - first:
                 break
         from_first_missing = self._item_codes[start:stop].lstrip(_LOCAL)
         return stop - len(from_first_missing)
 
-    def _fetch(self, start: int, stop: int, limit_s: float, at_most_s: float) -> Fetched:
+    def _fetch(self, start: int, stop: int, limit_s: float, at_most_s: float) -> tuple[Link, Fetched]:
         self._grants.sweep()
         link = self._grants.current(self.link)
         verify = self._state.verify
@@ -362,8 +366,8 @@ class Lease:
         )
         if limit_s or at_most_s:
             wait_s = min(limit_s or at_most_s, at_most_s or limit_s) + link.deadlines.grace_s
-            return link.expect(link.channel.wait(pending, wait_s), Fetched)
-        return link.expect(link.wait_while_alive(pending), Fetched)
+            return link, link.expect(link.channel.wait(pending, wait_s), Fetched)
+        return link, link.expect(link.wait_while_alive(pending), Fetched)
 
     def _record(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
         if len(codes) > stop - start:

@@ -429,7 +429,10 @@ def test_what_is_evicted_during_its_write_is_erased_behind_it() -> None:
         store(cluster, writer, prompt(f"fill-{number}", 4))
     (key,) = {segment.key for segment in cluster.core(0)._cold.pinned()}
     cluster.node(0).deliver(events.EvictRequested(1, "red", key))
+    cluster.run_for(0.1)
+    assert not said(cluster, 0, EvictionDone), "the segment is not erased yet"
     cluster.run_for(5.0)
+    assert said(cluster, 0, EvictionDone)
     assert not has(cluster, [key])
     assert len([order for order in said(cluster, 0, ColdErase) if order.keys == key]) == 2
 

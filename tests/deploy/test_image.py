@@ -186,7 +186,8 @@ ENTRYPOINT ["/sbin/init"]
 
 
 def test_systemd_runs_the_unit(engine: Engine, tmp_path: Path) -> None:
-    """With all that the unit takes away; a daemon whose loop stands still is ended and started again."""
+    """With all that the unit takes away; a daemon whose loop stands still is ended and started again, with the memory
+    of the one before."""
     file = tmp_path / "Containerfile"
     file.write_text(SYSTEMD)
     build(engine, file, "localhost/systemd")
@@ -199,6 +200,10 @@ def test_systemd_runs_the_unit(engine: Engine, tmp_path: Path) -> None:
         except AssertionError:
             return []
 
+    def kept() -> int:
+        log = engine.podman("exec", name, "journalctl", "--unit=tokenlake", "--no-pager")
+        return log.count("64MiB of memory of the daemon before are kept")
+
     wait_until(lambda: shown("ActiveState") == ["active"], "systemd has heard READY=1", SLOW_S)
     wait_until(lambda: shown("StatusText")[0].startswith("serves at /run/tokenlake/"), "the status is shown", SLOW_S)
     (restarts,) = shown("NRestarts")
@@ -210,5 +215,9 @@ def test_systemd_runs_the_unit(engine: Engine, tmp_path: Path) -> None:
     engine.podman("exec", name, "systemctl", "kill", "--signal=STOP", "tokenlake")
     wait_until(lambda: shown("NRestarts") not in ([restarts], []), "the watchdog has ended it", SLOW_S)
     wait_until(lambda: shown("ActiveState") == ["active"], "it is started again", SLOW_S)
+    assert kept() == 1, "systemd has kept the memory of the daemon that it ended"
+    engine.podman("exec", name, "systemctl", "restart", "tokenlake")
+    wait_until(lambda: shown("ActiveState") == ["active"], "it has restarted", SLOW_S)
+    assert kept() == 2
     engine.podman("exec", name, "systemctl", "stop", "tokenlake")
     assert shown("Result", "ExecMainStatus") == ["success", "0"]

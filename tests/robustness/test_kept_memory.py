@@ -504,10 +504,10 @@ def test_the_store_of_the_service_manager_has_a_limit(tmp_path: Path) -> None:
             fill(pool, 20, first=100)
 
 
-def test_a_store_that_is_smaller_than_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_smaller_than_it_says(tmp_path: Path) -> None:
     """The files that engines lock are lost without a word: the next daemon does not trust the memory."""
     with fork_server.executed(), descriptor_store(tmp_path, most=7), contextlib.ExitStack() as stack:
-        monkeypatch.setenv("FDSTORE", "1000")
+        os.environ["FDSTORE"] = "1000"
         cluster = stack.enter_context(kept_by("service manager"))
         node = cluster.nodes[0]
         # Engines of their own: a process that closes a descriptor of a file, as the stand-in does, lets go of its lock.

@@ -12,6 +12,7 @@ from tests.robustness.matrix.__main__ import PAGE
 from tests.robustness.matrix.table import CELLS, MEANINGLESS, Cell
 
 SUBJECTS = ("daemon", "peer", "engine")
+DAEMON_FAULTS = ("kill-kept-memory", "end-kept-memory")
 PEER_FAULTS = ("bulk-dead", "bulk-headers", "bulk-one-way")
 ENGINE_FAULTS = ("flood",)
 FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
@@ -35,7 +36,8 @@ def test_a_promise_is_kept(cell: Cell) -> None:
 
 def test_each_subject_meets_each_fault() -> None:
     names = [cell.name for cell in CELLS] + list(MEANINGLESS)
-    pairs = [*product(SUBJECTS, FAULTS), *product(["peer"], PEER_FAULTS), *product(["engine"], ENGINE_FAULTS)]
+    of_one = {"daemon": DAEMON_FAULTS, "peer": PEER_FAULTS, "engine": ENGINE_FAULTS}
+    pairs = [*product(SUBJECTS, FAULTS), *((subject, fault) for subject, faults in of_one.items() for fault in faults)]
     assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in pairs)
 
 

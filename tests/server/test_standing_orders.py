@@ -236,6 +236,7 @@ def test_segments_evicted_from_a_disk_do_not_return(scene: Scene) -> None:
     scene.store()
     scene.node.stop()
     scene.start()
+    wait_until(lambda: total(scene.node, "tokenlake_disk_segments") == 8, "the segments on disk are found")
     with local(scene.node) as control:
         assert control.evict(everything=True).evicted == 8
     scene.node.kill()

@@ -97,6 +97,8 @@ class Cold(Part):
         """The segments that are still to be written before the daemon ends; None before that."""
         self._saved = 0
         self._done: Callable[[int], None] | None = None
+        self._behind: list[Callable[[], None]] = []
+        """Calls that wait until no write is under way that has segments to be erased."""
 
     # -- after each event
 
@@ -212,6 +214,10 @@ class Cold(Part):
         self._writing = +self._writing
         if write.erase:
             self._context.emit(ColdErase(write.tenant, join_keys(write.erase)))
+            if not self._has_to_erase():
+                behind, self._behind = self._behind, []
+                for call in behind:
+                    call()
         failed = len(write.segments) - done - existed
         # Bytes that were not written may be written later.
         self._budget.spend(-(failed + existed) * write.slot_bytes, now)
@@ -239,6 +245,16 @@ class Cold(Part):
                 write.erase |= {each.key: None for each in write.segments if not keys or each.key in named}
         if self._tier.ready:
             self._context.emit(ColdErase(tenant, join_keys(keys), slot_bytes))
+
+    def when_erased(self, call: Callable[[], None]) -> None:
+        """Call `call` now or, while segments that were evicted are being written, behind the orders to erase them."""
+        if self._has_to_erase():
+            self._behind.append(call)
+        else:
+            call()
+
+    def _has_to_erase(self) -> bool:
+        return any(write.erase for write in self._writes.values())
 
     # -- the end of the daemon
 
@@ -282,13 +298,14 @@ class Cold(Part):
             yield from write.segments
 
     def census(self) -> dict[str, int]:
-        return {"cold writes": len(self._writes)}
+        return {"cold writes": len(self._writes), "orders behind cold writes": len(self._behind)}
 
     def check_integrity(self) -> None:
         counted = Counter(segment.pool for write in self._writes.values() for segment in write.segments)
         assert self._writing == counted
         for write in self._writes.values():
             assert all(segment.pins for segment in write.segments)
+        assert self._has_to_erase() or not self._behind
 
 
 def _is_saved(segment: Segment) -> bool:

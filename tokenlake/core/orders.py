@@ -33,12 +33,13 @@ class Orders(Part):
         store = self._context.store
         evicted = kept = 0
         self._cold.erase(tenant, split_keys(keys), slot_bytes)
-        # Until all kept segments were passed in, the ledger may have records of these.
-        erasure = self._disk.begin_erasure(
-            lambda reached: self._kept.when_complete(
-                lambda: self._context.emit(EvictionDone(request, evicted, kept, reached))
-            )
-        )
+
+        def done(reached: tuple[int, ...]) -> None:
+            answer = EvictionDone(request, evicted, kept, reached)
+            # Until all kept segments were passed in, the ledger may have records of these.
+            self._kept.when_complete(lambda: self._cold.when_erased(lambda: self._context.emit(answer)))
+
+        erasure = self._disk.begin_erasure(done)
         self._kept.void(tenant, split_keys(keys), slot_bytes)
         if keys:
             # A request may name a segment twice.

@@ -24,6 +24,8 @@ YOUNG_S = 3600.0
 """Age from which on a damaged or half-written file is removed: no writer is at it any more."""
 SETTLED_MINUTES = 10
 """Age of an entry from which on its object must be listed: a listing may lack new objects."""
+SKEW_S = 5.0
+"""Difference between the clocks of two machines that does no harm."""
 MOST_ADOPTED = 1000
 """Objects whose heads are read in one scan."""
 
@@ -41,8 +43,12 @@ class Scanned(NamedTuple):
     """Files that are no objects of the tier, and stay."""
 
 
-def scan(objects: Objects, index: Index, folder: int, now_s: float) -> Scanned:
-    """Compare one folder with the index, and correct both. `now_s`: by the clock of the place. Raises OSError."""
+def scan(
+    objects: Objects, index: Index, folder: int, now_s: float, evicted_s: float = 0.0, *, whole: bool = True
+) -> Scanned:
+    """Compare one folder with the index, and correct both. `now_s`: by the clock of the place. `evicted_s`: the time of
+    the last eviction by an operator: it may have meant each older object that the index does not name, so that these
+    are removed, or left where the index is not `whole`. Raises OSError."""
     minute = int(now_s // 60)
     before = index.of_folder(folder)
     listed: dict[int, Listed] = {}
@@ -63,7 +69,9 @@ def scan(objects: Objects, index: Index, folder: int, now_s: float) -> Scanned:
     found = 0
     for short in np.setdiff1d(there, known).tolist()[:MOST_ADOPTED]:
         each = listed[short]
-        if short in evicted and index.state(short)[0] == ERASED:
+        if each.modified_s < evicted_s + SKEW_S:
+            remove += [each.path] if whole else []
+        elif short in evicted and index.state(short)[0] == ERASED:
             remove.append(each.path)
         elif (head := _head(objects, each, short)) is not None:
             index.added(short, Kind(head.tag, head.slot_bytes), _used(each, minute))

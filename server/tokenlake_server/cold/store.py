@@ -68,6 +68,8 @@ class Surroundings:
     """Passes an event to the rules; from any thread."""
     contents: Contents
     tenants: dict[str, ColdTenant]
+    evicted_s: Callable[[], float] = lambda: 0.0
+    """The time of the last eviction by an operator, in seconds since 1970; from any thread."""
 
 
 class _Session:
@@ -175,6 +177,11 @@ class ColdStore:
         if tenant is not None:
             names = tuple(tenant.shorts(order.keys).tolist())
             self._erase(Erasure(names, ERASED, tenant.tag, order.slot_bytes))
+
+    @property
+    def erasing(self) -> bool:
+        """True while objects of an order are not deleted."""
+        return self._erasures.waiting
 
     def _erase(self, order: Erasure) -> None:
         self._erasures.add(order)
@@ -503,6 +510,7 @@ class ColdStore:
             self._keep_s,
             self._patience,
             lambda: self._at_place() and self._session is session,
+            self._around.evicted_s,
         )
         room = Room(self._size, place.late_s + 3 * place.poll_s)
         session = _Session(place, upkeep, catalogue, room, measured)

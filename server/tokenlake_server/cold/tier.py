@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from tokenlake.config import ServerConfig
 from tokenlake.core.instructions import ColdErase, ColdLook, ColdRead, ColdWrite
@@ -20,6 +21,8 @@ from tokenlake_server.loop.driver import Driver
 
 log = logging.getLogger(__name__)
 
+ERASED_S, LOOK_S = 5.0, 0.02
+"""Seconds for which an operator waits until evicted objects are deleted, and between two looks for that."""
 WATCH_S = 0.5
 """Interval at which the place is watched for calls that take too long."""
 
@@ -36,8 +39,9 @@ class ColdTier:
         loop: asyncio.AbstractEventLoop,
         contents: Contents,
         tenants: Tenants,
+        evicted_s: Callable[[], float],
     ) -> None:
-        """Raises `ConfigurationError` for a place that cannot be one."""
+        """`evicted_s`: as of `Surroundings`. Raises `ConfigurationError` for a place that cannot be one."""
         self._driver = driver
         self._loop = loop
         self._alarm: asyncio.TimerHandle | None = None
@@ -45,7 +49,7 @@ class ColdTier:
         if config.cold:
             require_place(config.cold)
             secrets = {tenant.name: ColdTenant(tenant.secret) for tenant in tenants}
-            around = Surroundings(arena, driver.post, contents, secrets)
+            around = Surroundings(arena, driver.post, contents, secrets, evicted_s)
             place = config.cold
             self._store = ColdStore(place, lambda: open_place(place), config.cold_size, config.cold_days, around)
             if any(tenant.secret == DEFAULT_SECRET for tenant in tenants):
@@ -100,6 +104,16 @@ class ColdTier:
     def _erase(self, order: ColdErase) -> None:
         if self._store is not None:
             self._store.erase(order)
+
+    async def erased(self) -> list[str]:
+        """Wait until all objects that were evicted are deleted. Returns a text if some are not, after `ERASED_S`: a
+        daemon that ends before has forgotten to delete them."""
+        until = self._loop.time() + ERASED_S
+        while self._store is not None and self._store.erasing:
+            if self._loop.time() > until:
+                return [f"{self._store.name}: its objects are not deleted yet; evict them again if this node restarts"]
+            await asyncio.sleep(LOOK_S)
+        return []
 
     @property
     def _there(self) -> ColdStore:

@@ -112,9 +112,10 @@ class Upkeep:
         keep_s: float,
         patience: Patience,
         gets_on: Callable[[], bool],
+        evicted_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`keep_s`: age without a use after which an object expires. `gets_on`: is called before each call of the
-        place; False where the work is of no use any more."""
+        place; False where the work is of no use any more. `evicted_s`: as of `scan`."""
         self.poll_s = place.poll_s
         self.stopping = False
         """True: the daemon ends, and long work stops."""
@@ -127,6 +128,7 @@ class Upkeep:
         self._keep_s = keep_s
         self._patience = patience
         self._gets_on = gets_on
+        self._evicted_s = evicted_s
         self._next_scan = time.monotonic() + random.uniform(0.5, 1) * patience.scan_s
         self._next_age = 0.0
 
@@ -186,7 +188,9 @@ class Upkeep:
 
     def scan(self, folder: int) -> None:
         """Compare a folder with the index. Raises OSError."""
-        found = scan(self._place, self._catalogue.index, folder, self._catalogue.clock.seconds())
+        catalogue = self._catalogue
+        now_s, whole = catalogue.clock.seconds(), not catalogue.problem
+        found = scan(self._place, catalogue.index, folder, now_s, self._evicted_s(), whole=whole)
         self.scanned += found.found
         if any(found):
             log.info("a scan of folder %02x of the cold tier: %s", folder, found)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tokenlake.config import ServerConfig
+from tokenlake_server.cold.tier import ColdTier
 from tokenlake_server.disk.tier import DiskTier
 from tokenlake_server.engines.listener import EngineListener
 from tokenlake_server.engines.tenants import Tenants
@@ -36,5 +37,6 @@ class NodeParts:
     measurement: PeerMeasurement
     orders: StandingOrders
     disk: DiskTier
+    cold: ColdTier
     page_address: str
     """host:port at which the node serves its page; empty if it does not."""

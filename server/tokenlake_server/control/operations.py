@@ -266,6 +266,7 @@ class Admin:
             reached = set(done.reached) if reached is None else reached.intersection(done.reached)
         unremoved = await self._bridge.call(lambda: self._node.disk.evicted(reached or set()))
         unrecorded = await self._bridge.coroutine(self._node.orders.save)
+        unrecorded += await self._bridge.coroutine(self._node.cold.erased)
         return pb.EvictResponse(evicted=evicted, kept=kept, unremoved=unremoved, unrecorded=unrecorded)
 
     async def weights_changed(self, caller: Caller, message: pb.WeightsChangedRequest) -> pb.WeightsChangedResponse:

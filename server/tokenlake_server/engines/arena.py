@@ -159,8 +159,8 @@ class Region:
 
 
 class Arena:
-    """All memory regions of the node. `make`, `trim` and `end` run in threads; other methods are called on the control
-    loop or while it does not run."""
+    """All memory regions of the node. `make`, `trim`, `free` and `end` run in threads; other methods are called on the
+    control loop or while it does not run."""
 
     def __init__(self, huge_pages: bool = False) -> None:
         self._huge_pages = huge_pages
@@ -208,10 +208,13 @@ class Arena:
         """The arena's region with that number. Raises KeyError where there is none."""
         return self._regions[number]
 
-    def end(self, number: int) -> None:
-        """Give the memory of a region back to the kernel: processes of its tenant may still map it. May be called again
-        where it raised."""
+    def free(self, number: int) -> None:
+        """Give the memory of a region back to the kernel: processes of its tenant may still map it."""
         self._regions[number].free_pages()
+
+    def end(self, number: int) -> None:
+        """Unmap a region whose memory was given back. Raises `BufferError` while a thread has a view of it, for example
+        one in a call of the cold tier that does not return; may be called again then."""
         self._regions[number].close()
         del self._regions[number]
 

@@ -59,6 +59,8 @@ class Regions:
         self._closing = asyncio.Event()
         self._making: set[asyncio.Task[None]] = set()
         self._freeing: set[asyncio.Task[None]] = set()
+        self._unmapping: set[asyncio.Task[None]] = set()
+        """Regions whose memory is given back, and that a thread which hangs may keep mapped for ever."""
         self._threads = started_threads(makers(), "memory")
         self.on_closed: Callable[[int], None] = lambda region: None
         """Called with a region that is about to be given back: engines must not keep it."""
@@ -142,7 +144,11 @@ class Regions:
         await asyncio.gather(*before, return_exceptions=True)
         if self._transports.nixl is not None:
             await asyncio.to_thread(self._transports.nixl.remove, region)
-        await self._until_done(f"region {region} cannot be given back", None, lambda: self._arena.end(region))
+        await self._until_done(f"region {region} cannot be given back", None, lambda: self._arena.free(region))
+        self._run(self._unmap(region), self._unmapping)
+
+    async def _unmap(self, region: int) -> None:
+        await self._until_done(f"region {region} cannot be unmapped", None, lambda: self._arena.end(region))
 
     async def _until_done(self, problem: str, threads: Executor | None, work: Callable[[], None]) -> bool:
         """Do `work` in a thread, again and again until it raises nothing; log the first failure. Returns False if the
@@ -167,4 +173,5 @@ class Regions:
     async def close(self) -> None:
         """Wait for the threads; called after `stop` and after `Arena.stop`."""
         await asyncio.gather(*self._making, *self._freeing, return_exceptions=True)
+        await asyncio.gather(*self._unmapping, return_exceptions=True)
         self._threads.shutdown()

@@ -73,6 +73,9 @@ class DescriptorStore(ABC):
         if name not in self._held:
             return
         del self._held[name]
+        # One that was not handed over yet must not be: by then its number may be that of another file.
+        waits = self._hold_message(name)
+        self._waiting = deque(each for each in self._waiting if each[0] != waits)
         self._waiting.append((self._drop_message(name), None))
         self._flush()
 
@@ -84,6 +87,17 @@ class DescriptorStore(ABC):
     def close(self) -> None:
         """The daemon ends: what the store has stays there."""
         self._disconnect()
+        self._loop = None
+
+    def leave(self) -> None:
+        """The daemon ends: what the store has stays there. The connection ends with the process, and the next daemon
+        waits for that: until then a thread that hangs, for example in a read of a disk, may write into the memory."""
+        if self._sock is not None:
+            if self._loop is not None:
+                self._loop.remove_writer(self._sock)
+                self._loop.remove_reader(self._sock)
+            self._sock.detach()
+            self._sock = None
         self._loop = None
 
     # -- for the subclasses

@@ -104,9 +104,16 @@ class KeeperProcess(DescriptorStore):
             self._replacing = self._loop.create_task(self._replace())
 
     def close(self) -> None:
+        self._stop_replacing()
+        super().close()
+
+    def leave(self) -> None:
+        self._stop_replacing()
+        super().leave()
+
+    def _stop_replacing(self) -> None:
         if self._replacing is not None:
             self._replacing.cancel()
-        super().close()
 
     async def _replace(self) -> None:
         """Start another keeper, and give it everything."""

@@ -31,10 +31,10 @@ FORMAT = 1
 """Version of the ledger and of the records in it: a daemon with another one starts empty."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK
 _MAGIC = b"tlledger"
-_HEADER = struct.Struct("<8sIIIIQIIII64s64s")
-"""Magic number, format, clean, complete, huge pages, incarnation, next region, number of places in the table, unused,
-node and cluster."""
-_CLEAN_AT, _COMPLETE_AT, _INCARNATION_AT, _NEXT_AT = 12, 16, 24, 32
+_HEADER = struct.Struct("<8sIIIIQIIQ64s64s")
+"""Magic number, format, clean, complete, huge pages, incarnation, next region, number of places in the table,
+time of the last eviction, node and cluster."""
+_CLEAN_AT, _COMPLETE_AT, _INCARNATION_AT, _NEXT_AT, _EVICTED_AT = 12, 16, 24, 32, 40
 _ENTRY = struct.Struct("<IIQQQQQ64s16s")
 """Number of the region, its state, bytes, bytes of a slot, incarnation of the daemon that made it, place and bytes of
 its records, name and digest of the tenant."""
@@ -116,7 +116,6 @@ class LedgerFile:
             0,
             places,
             0,
-            0,
             owner.node.encode(),
             owner.cluster.encode(),
         )
@@ -129,7 +128,7 @@ class LedgerFile:
         nbytes = os.fstat(descriptor).st_size
         if nbytes < PAGE or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise LedgerRefused("its ledger is not one of a daemon")
-        magic, version, _, complete, huge, _, _, places, _, _, node, cluster = _HEADER.unpack(
+        magic, version, _, complete, huge, _, _, places, _, node, cluster = _HEADER.unpack(
             os.pread(descriptor, _HEADER.size, 0)
         )
         if magic != _MAGIC or version != FORMAT:
@@ -164,6 +163,15 @@ class LedgerFile:
     def incarnation(self) -> int:
         """Incarnation of the daemon that wrote the ledger last."""
         return int(_U64.unpack_from(self._view, _INCARNATION_AT)[0])
+
+    @property
+    def evicted(self) -> int:
+        """The time of the last eviction by an operator that the segments have followed, in nanoseconds."""
+        return int(_U64.unpack_from(self._view, _EVICTED_AT)[0])
+
+    @evicted.setter
+    def evicted(self, evicted: int) -> None:
+        _U64.pack_into(self._view, _EVICTED_AT, evicted)
 
     @property
     def next_region(self) -> int:
@@ -339,6 +347,13 @@ def found_records(records: NDArray[np.uint8], generations: NDArray[np.uint64]) -
     written = records[:, 4:12].copy().view(np.uint64)[:, 0]
     for slot in np.flatnonzero((written != 0) & (written == generations)).tolist():
         yield slot, records[slot].tobytes()
+
+
+def clear_void(records: NDArray[np.uint8], generations: NDArray[np.uint64]) -> None:
+    """Clear the records of a region that have not the slot's generation, so that they do not count when the slot
+    reaches it. `generations`: one per slot."""
+    written = records[:, 4:12].copy().view(np.uint64)[:, 0]
+    records[(written != 0) & (written != generations)] = 0
 
 
 def _locks_at(places: int) -> int:

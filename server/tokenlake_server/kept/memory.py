@@ -42,7 +42,7 @@ from tokenlake_server.engines.connected_process import is_locked
 from tokenlake_server.engines.tenants import digests
 from tokenlake_server.kept.descriptor_store import DescriptorStore
 from tokenlake_server.kept.keeper_process import KeeperProcess, KeeperUnusable, end_keeper
-from tokenlake_server.kept.ledger_file import Entry, LedgerFile, LedgerRefused, Owner, found_records
+from tokenlake_server.kept.ledger_file import Entry, LedgerFile, LedgerRefused, Owner, clear_void, found_records
 from tokenlake_server.kept.service_store import ServiceStore, offered
 from tokenlake_server.loop.driver import Driver
 from tokenlake_server.loop.started_threads import started_threads
@@ -207,21 +207,34 @@ class Kept:
             else:
                 book.remove_lock(int(number) if number.isdecimal() else 0)
 
-    def begin(self, driver: Driver, loop: asyncio.AbstractEventLoop, incarnation: int) -> None:
-        """Tell the rules of the memory that was kept. Called once, before the first event."""
+    def begin(self, driver: Driver, loop: asyncio.AbstractEventLoop, incarnation: int, evicted: int) -> None:
+        """Tell the rules of the memory that was kept. Called once, before the first event. `evicted`: the time of the
+        last eviction by an operator."""
         began = time.perf_counter()
         self._driver, self._loop, self._incarnation = driver, loop, incarnation
         self._store.on_complete = lambda complete: self._note_complete()
         self._store.start(loop)
+        if self._ledger is not None and self._ledger.evicted < evicted:
+            log.warning(
+                "this daemon starts empty, although %s has memory of one before: an operator has evicted segments "
+                "while a daemon ran that did not have this memory",
+                self._store.name,
+            )
+            self._forget()
         if self._ledger is None:
             self._ledger = LedgerFile.make(self._owner, incarnation, self._config.regions, self._config.memory)
+            self._ledger.evicted = evicted
             self._store.hold(f"ledger-{incarnation}", self._ledger.descriptor)
             self._checked.set()
             return
         book = self._ledger
         book.take_over(incarnation)
         for entry in book.entries():
-            marks = self._arena.generations(entry.number, entry.slot_bytes).tobytes() if entry.slot_bytes else b""
+            marks = b""
+            if entry.slot_bytes:
+                generations = self._arena.generations(entry.number, entry.slot_bytes)
+                clear_void(book.records(entry.number), generations)
+                marks = generations.tobytes()
             driver.handle(RegionKept(entry.number, entry.nbytes, entry.tenant, entry.slot_bytes, marks))
         batches = self._batches()
         if self._clean:
@@ -352,6 +365,11 @@ class Kept:
         self._driver.handle(SegmentsKeptDone())
         self._checked.set()
 
+    def followed(self, evicted: int) -> None:
+        """Segments were evicted by an operator at that time, and have no record any more."""
+        assert self._ledger is not None
+        self._ledger.evicted = evicted
+
     # -- engines of the daemon before
 
     def survives(self, number: int, tenant: str) -> bool:
@@ -478,7 +496,7 @@ class Kept:
 
     def close(self) -> None:
         """Leave the store. What it has, it keeps."""
-        self._store.close()
+        self._store.leave()
         for survivor in self._survivors.values():
             os.close(survivor.lock)
         self._survivors.clear()

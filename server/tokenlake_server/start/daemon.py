@@ -177,7 +177,9 @@ class Daemon:
         tenants = Tenants(config)
         self.orders = StandingOrders(_orders_file(config), [disk.path for disk in config.disk], tenants.count)
         self.disk = DiskTier(config, arena, self.driver, loop, self._abort_fetch, self.contents, self.orders)
-        self.cold = ColdTier(config, arena, self.driver, loop, self.contents, tenants)
+        self.cold = ColdTier(
+            config, arena, self.driver, loop, self.contents, tenants, lambda: self.orders.evicted / 1e9
+        )
         # Behind the disk tier, which locks its directories.
         self.orders.load()
         self.peers.introductions.on_proven = self.membership.proven
@@ -223,7 +225,8 @@ class Daemon:
             f"PID namespaces, within {LOCK_S:.0f} s"
         )
         if kept is not None:
-            kept.begin(self.driver, loop, incarnation)
+            kept.begin(self.driver, loop, incarnation, self.orders.evicted)
+            self.orders.on_evicted = kept.followed
             if kept.nbytes:
                 self.regions.adopted()
         self.driver.start()
@@ -244,6 +247,7 @@ class Daemon:
                     measurement,
                     self.orders,
                     self.disk,
+                    self.cold,
                     str(self.metrics.address) if self.metrics is not None else "",
                 )
                 self.control = server(parts, self._admin, loop)

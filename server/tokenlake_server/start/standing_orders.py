@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,6 +95,8 @@ class StandingOrders:
         self._evicted = 0
         """The time of the last eviction, in nanoseconds."""
         self._forgotten = 0
+        self.on_evicted: Callable[[int], None] = lambda evicted: None
+        """Called on the loop with the time of each eviction, which memory has followed."""
 
     def load(self) -> None:
         """Read the orders of earlier daemons, for at most `ANSWER_S`. A file that cannot be read is logged, and tried
@@ -161,6 +163,8 @@ class StandingOrders:
             self._evicted = max(time.time_ns(), self._evicted + 1)
             for file in followed:
                 file.evicted = self._evicted
+            evicted = self._evicted
+        self.on_evicted(evicted)
 
     @property
     def evicted(self) -> int:

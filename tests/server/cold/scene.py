@@ -108,6 +108,8 @@ class Scene:
     inner: Callable[[], Place] | None = None
     """Opens the place; None: the directory `path`."""
     ahead_s: float = 0.0
+    evicted_s: float = 0.0
+    """The time of the last eviction by an operator."""
     slot_bytes: int = SLOT
     arena: Arena = field(default_factory=Arena)
     seen: list[Event] = field(default_factory=list)
@@ -119,7 +121,11 @@ class Scene:
     def __post_init__(self) -> None:
         self.arena.make(0, 256 * self.slot_bytes)
         around = Surroundings(
-            self.arena, self.post, Contents(), {name: ColdTenant(secret) for name, secret in self.secrets.items()}
+            self.arena,
+            self.post,
+            Contents(),
+            {name: ColdTenant(secret) for name, secret in self.secrets.items()},
+            lambda: self.evicted_s,
         )
         self.store = ColdStore(str(self.path), self.open, self.size, self.days, around, self.patience, self.clock)
 

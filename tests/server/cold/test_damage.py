@@ -283,6 +283,20 @@ def test_an_index_that_was_removed_is_found_again(tmp_path: Path) -> None:
         assert scene.read([1, 2, 3]) == LOCAL * 3
 
 
+def test_an_object_of_no_entry_that_was_evicted(tmp_path: Path) -> None:
+    """Its writer died before its journal, and an operator evicted the whole tenant: no index named it."""
+    with served(Scene(tmp_path)) as scene:
+        writes(scene, [1, 2, 3])
+    shutil.rmtree(tmp_path / "index")
+    with served(Scene(tmp_path, evicted_s=time.time())) as scene:
+        upkeep = scene.session.upkeep
+        for folder in range(256):
+            upkeep.scan(folder)
+        assert upkeep.scanned == 0
+        assert not scene.files()
+        assert scene.look([1, 2, 3]) == [0, 0, 0]
+
+
 def test_an_old_index_costs_misses_only(tmp_path: Path) -> None:
     with served(Scene(tmp_path)) as scene:
         writes(scene, [1, 2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,35 @@ def test_many_descriptors(path: str) -> None:
     assert list(second.taken) == [f"{at}" for at in range(3000)]
     for each in second.taken.values():
         os.close(each)
+    second.close()
+
+
+def test_what_was_dropped_before_the_keeper_read_it(path: str) -> None:
+    """The descriptor is closed then."""
+    store = KeeperProcess(path, 60)
+    os.kill(store.pid, signal.SIGSTOP)
+    number = memory(b"x")
+    at = 0
+    while store.complete:
+        at += 1
+        store.hold(f"{at}", number)
+    closed = memory(b"closed")
+    store.hold("closed", closed)
+    store.drop("closed")
+    os.close(closed)
+    os.kill(store.pid, signal.SIGCONT)
+
+    def sent() -> bool:
+        store._flush()
+        return store.complete
+
+    wait_until(sent, "the keeper has read everything")
+    store.close()
+    second = KeeperProcess(path, 60)
+    assert list(second.taken) == [f"{each + 1}" for each in range(at)]
+    for each in second.taken.values():
+        os.close(each)
+    second.drop_all()
     second.close()
 
 

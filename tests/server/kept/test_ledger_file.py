@@ -12,7 +12,7 @@ from tokenlake.memory import ledger
 from tokenlake.memory.ledger import Record
 from tokenlake.memory.region import PAGE
 from tokenlake.wire.slots import SlotRef
-from tokenlake_server.kept.ledger_file import LedgerFile, LedgerRefused, Owner, found_records
+from tokenlake_server.kept.ledger_file import LedgerFile, LedgerRefused, Owner, clear_void, found_records
 
 OWNER = Owner("node", "cluster", False)
 MEMORY, REGIONS, MIB = 64 << 20, 8, 1 << 20
@@ -52,6 +52,9 @@ def test_regions_and_records() -> None:
     marks = np.array([0, 0, 9, 0, 0, 0, 2], np.uint64)
     ((slot, raw),) = found_records(found.records(4), marks)
     assert (slot, ledger.unpack(raw)) == (2, ledger.unpack(record(9))), "slot 6 has another generation"
+    clear_void(found.records(4), marks)
+    later = np.array([0, 0, 9, 0, 0, 0, 1], np.uint64)
+    assert [slot for slot, _ in found_records(found.records(4), later)] == [2], "slot 6 had another generation before"
     found.write(SlotRef(4, 2, 9), b"")
     assert list(found_records(found.records(4), marks)) == []
     found.take_over(8)
