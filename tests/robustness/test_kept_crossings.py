@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, read, total, wait_until
 from tests.robustness.test_kept_memory import back, begin, held, kept_by
-from tests.server.cold.test_live import filled, ready
+from tests.server.cold.test_live import filled, ready, wait_journal
 from tests.server.disk.test_live import store
 from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey
@@ -121,8 +121,7 @@ def test_what_an_operator_evicted_stays_away(tmp_path: Path, what: str) -> None:
         node.start("tests.robustness.slow_cold_daemon")
         cluster.wait_ready()
         filled(cluster, prompts)
-        journals = place / "index" / "journal"
-        wait_until(lambda: any(each.stat().st_size > 1000 for each in journals.iterdir()), "a journal is written")
+        wait_journal(place)
         with cluster.connect(0, LAYOUT) as pool:
             keys = [key for prompt in prompts[:10] for key in pool.prefix(prompt.tokens).keys]
         words = (
