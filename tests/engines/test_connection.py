@@ -96,6 +96,22 @@ def test_a_connection_opened_after_close_is_closed(monkeypatch: pytest.MonkeyPat
     assert connection.get() is None
 
 
+def test_a_pool_that_cannot_say_whether_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is raised into the engine, which leaves the pool alone for a second."""
+    daemon = Daemon()
+    daemon.error = None
+    connection = daemon.connection()
+
+    def broken(_: object) -> bool:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(FaultyPool, "connected", property(broken))
+    connection.failed()
+    assert connection.get() is None
+    daemon.now += module.RETRY_S
+    assert connection.get() is daemon.pool
+
+
 def test_a_pool_that_is_connected_again_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that failed while the pool was connected means a slow daemon, which is left alone for a second."""
     daemon = Daemon()
