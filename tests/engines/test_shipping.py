@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -32,7 +33,8 @@ def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **opt
         "prefill_chunk": 24,
         "query_deadline": 10.0,
         "write_patience": 30.0,
-        "deadlines": PATIENT,
+        # On a busy machine a fetch outlasts what the daemon predicts.
+        "deadlines": msgspec.structs.replace(PATIENT, fetch_s=2.0),
     }
     settings |= options
     return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))
