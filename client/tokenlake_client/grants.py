@@ -38,16 +38,17 @@ class LeaseHold:
 
     __slots__ = ("counted", "id", "link", "pins", "places", "read", "took", "unreleased")
 
-    def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
+    def __init__(self, lease: LeaseId, link: Link, places: NDArray[np.void]) -> None:
+        """`places`: per segment of the lease, its place in this node's arena, zeros where it is not there: an array
+        over that of the `Lease` object, which changes it."""
+        items = len(places)
         self.id = lease
         self.link = link
         """The connection (`Link`) to the daemon over which the lease was granted."""
         self.pins = np.zeros(items, np.uint32)
         """Per segment of the lease: the number of groups of arrays (one per `Lease.fetch`) over it that are alive."""
         self.unreleased = np.ones(items, np.bool_)
-        self.places: NDArray[np.void] = slot_array(bytes(SLOT_BYTES * items))
-        """Per segment of the lease: its place in this node's arena; zeros where it is not there. An array over that of
-        the `Lease` object."""
+        self.places = places
         self.read = np.zeros(items, np.bool_)
         """Per segment of the lease: True once this process has read it."""
         self.counted = True

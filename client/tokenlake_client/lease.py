@@ -118,7 +118,14 @@ class Lease:
             codes = bytes([codes[index] for index in leased])
         else:
             self.keys = keys[:hits]
-        holds = [LeaseHold(LeaseId(part.lease), link, part.hits) for part in parts]
+        self.places = slot_array(bytearray().join(part.slots for part in parts))
+        """The place of each leased segment in this node's arena: `region`, `slot`, `generation`; zeros where the
+        segment is not on this node."""
+        ends = itertools.accumulate(part.hits for part in parts)
+        holds = [
+            LeaseHold(LeaseId(part.lease), link, self.places[end - part.hits : end])
+            for part, end in zip(parts, ends, strict=True)
+        ]
         parts = [part for part in parts if part.hits] or parts[:1]
         self.ids = tuple(LeaseId(part.lease) for part in parts)
         """The numbers of the lease's parts, by which another process of the session attaches to it
@@ -129,9 +136,6 @@ class Lease:
         # The codes, slots and checksums in the daemon's answer stay packed as they were received: most callers need
         # only some of them.
         self._item_codes = bytearray(codes[:hits])
-        self.places = slot_array(bytearray().join(part.slots for part in parts))
-        """The place of each leased segment in this node's arena: `region`, `slot`, `generation`; zeros where the
-        segment is not on this node."""
         self._checksums = bytearray().join(part.checksums for part in parts)
         """The checksums of the leased segments, in the order of `shard_checksums`; empty unless the pool verifies its
         reads."""
@@ -141,8 +145,6 @@ class Lease:
         """The holds of the parts with segments."""
         self._ends = list(itertools.accumulate(len(hold.pins) for hold in self._holds))
         """The end of each of these parts: the index of the segment after its last one."""
-        for hold, end in zip(self._holds, self._ends, strict=True):
-            hold.places = self.places[end - len(hold.pins) : end]
         self._empty: list[LeaseHold] = []
         """The holds of the parts without segments that are not released."""
         with self._grants.lock:

@@ -29,6 +29,7 @@ from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId
 from tokenlake.wire import Code, engine
+from tokenlake.wire.slots import SLOT_BYTES, slot_array
 from tokenlake_client import Pool
 from tokenlake_client.grants import Grants, LeaseHold, closed_with_arrays
 from tokenlake_client.link import Connector, Link
@@ -320,7 +321,7 @@ def test_a_release_waits_for_an_attach() -> None:
     lease = LeaseId(7)
     with scripted_link() as (link, daemon):
         grants = Grants(link)
-        hold = LeaseHold(lease, link, 4)
+        hold = LeaseHold(lease, link, slot_array(bytes(4 * SLOT_BYTES)))
         grants.hold_lease(hold)
         daemon.send(engine.Matched(1, lease, 0, b"", b"", b""))
         with grants.attaching(lease, PATIENT_S, write=False):
@@ -335,7 +336,7 @@ def test_an_attach_that_is_not_sent_keeps_no_lease() -> None:
     lease = LeaseId(7)
     with scripted_link() as (link, daemon):
         grants = Grants(link)
-        hold = LeaseHold(lease, link, 4)
+        hold = LeaseHold(lease, link, slot_array(bytes(4 * SLOT_BYTES)))
         grants.hold_lease(hold)
         while not link.channel.refused_messages:
             with contextlib.suppress(DeadlinePassed):

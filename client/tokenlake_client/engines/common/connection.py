@@ -90,7 +90,7 @@ class Connection:
         connects again by itself, which ends the pause: then the next request uses the daemon that has restarted."""
         with self._lock:
             self._retry_at = self._clock() + RETRY_S
-            self._disconnected = self._has_connection() is False
+            self._disconnected = not self._is_connected()
 
     def close(self) -> None:
         """Close the connection to the pool if this object opened it. Never raises."""
@@ -101,14 +101,15 @@ class Connection:
             self._leave(pool)
 
     def _is_back(self) -> bool:
-        return self._disconnected and self._has_connection() is True
+        return self._disconnected and self._is_connected()
 
-    def _has_connection(self) -> bool | None:
-        """Whether the pool is connected to the daemon; None where there is no pool, or it cannot say. Never raises."""
+    def _is_connected(self) -> bool:
+        """False if the pool says that it has no connection to the daemon. Never raises."""
         try:
-            return None if self._pool is None else self._pool.connected
+            return self._pool is None or self._pool.connected
         except Exception:
-            return None
+            # The next call on such a pool fails too, and is reported.
+            return True
 
     def _leave(self, pool: Pool) -> None:
         try:
