@@ -237,7 +237,7 @@ class ServerConfig(RuleSettings, frozen=True, kw_only=True):
             "time for which a small process, the keeper, keeps the memory after the daemon ended, so that the next "
             "daemon goes on with it; at 0 memory ends with the daemon, unless systemd keeps it "
             "([memory over restarts](operations/memory-over-restarts.md))",
-            why="memory that nobody uses any more is free at once",
+            why="without a daemon the memory is free at once",
         ),
     ] = 0.0
     cold: Annotated[
