@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import numpy as np
@@ -212,13 +211,10 @@ def test_a_million_entries(tmp_path: Path) -> None:
     index.added(5, Kind(7, 4096), 1)
     catalogue.flush()
     catalogue.poll()
-    began = time.monotonic()
     assert catalogue.merge(1e6)
     catalogue.poll()
     assert index.totals.objects == len(names) + 1
-    # Loose: a merge of one name does not write the million again.
-    assert time.monotonic() - began < 20
-    assert len(list(place.list(TABLES))) == 2
+    assert len(list(place.list(TABLES))) == 2, "a merge of one name does not write the million again"
     place.close()
 
 

@@ -404,9 +404,11 @@ class Search:
         if self._cold is not None:
             return self._take_cold()
         cold, now = self._parts.cold.tier, self._context.now
+        if now >= self._deadline or not cold.readable:
+            return False
         first = 0 if self._request.independent else self._found.prefix(len(self._keys))
         rows = [row for row in self._rows.values() if row.index >= first and not self._found.has(row.index)]
-        if not rows or now >= self._deadline or not cold.readable:
+        if not rows:
             return False
         self._awaited += 1
         deadline = self._deadline
