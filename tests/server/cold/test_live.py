@@ -208,14 +208,11 @@ def test_daemons_outlive_their_bucket(tmp_path: Path) -> None:
             some = found(other, prompts[:5])
             assert some > 0
             bucket.process.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
             assert found(other, prompts[:5]) >= some
             found(other, prompts[20:22])
             computed(other, [Prompt(99, SEGMENTS)])
             assert found(other, [Prompt(99, SEGMENTS)]) == SEGMENTS
             wait_until(lambda: total(other.nodes[0], "tokenlake_cold_serving") == 0, "it is set aside", 60)
-            # Loose: the deadlines of the matches and reads that the bucket held, and the time until it is set aside.
-            assert time.monotonic() - began < 60
             assert other.nodes[0].stop(30) == 0
             bucket.process.send_signal(signal.SIGCONT)
 
